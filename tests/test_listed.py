@@ -266,3 +266,10 @@ def test_lists_go_with_a_bias_a_sink_and_dropout():
     learned = {"score": tw.Bias(torch.randn(H, M, N, requires_grad=True)), "sink": torch.randn(H, requires_grad=True)}
     options = {**learned, "dropout": 0.3, "seed": 5, "backend": "triton"}
     agree(x, mask, tw.listed(mask, *x, **options), **options)
+
+
+def test_a_place_that_changes_the_mask_leaves_its_lists_out():
+    interpreted()
+    x, ids, origin = operands(B=1, N=M), torch.zeros(1, M, dtype=torch.int64), tw.Origin(row=48, column=50)
+    mask = tw.Documents(ids, ids) & tw.Prefix(torch.tensor([M]))  # at the place, it is no longer wholly visible
+    agree(x, mask, tw.listed(mask, *x, backend="triton"), origin=origin, backend="triton")

@@ -6,6 +6,7 @@ python -m tests.parallel.ranks exact FOLDER    results of four ranks, each again
 python -m tests.parallel.ranks models FOLDER   models and DTensors on four ranks
 python -m tests.parallel.ranks six FOLDER      six ranks
 python -m tests.parallel.ranks pair FOLDER     two ranks: contents.py, agreement.py
+python -m tests.parallel.ranks functions FOLDER   four ranks: functions.py
 """
 
 import io
@@ -39,7 +40,7 @@ from . import forked
 RANKS = 4
 B, N, D = 2, 64, 8
 HEADS = ((4, 2), (4, 4), (4, 1))
-SPAWNS = {"exact": RANKS, "models": RANKS, "six": 6, "pair": 2}
+SPAWNS = {"exact": RANKS, "models": RANKS, "six": 6, "pair": 2, "functions": RANKS}
 """How many processes each spawn has."""
 ANSWER = timedelta(minutes=4)
 """After which a rank that waits gives up, so that a hang is a failure, also on a busy machine."""
@@ -629,8 +630,9 @@ def fork(spawn, folder):
 
 
 if __name__ == "__main__":
-    from tests.parallel import agreement, contents, ranks  # which add their cases to the module of this name
+    from tests.parallel import agreement, contents, functions, ranks  # these add their cases to the last one's
 
     assert agreement
     assert contents
+    assert functions
     sys.exit(ranks.fork(sys.argv[1], sys.argv[2]))

@@ -13,10 +13,11 @@ import torch.distributed as dist
 if not dist.is_available():
     pytest.skip("this torch has no torch.distributed", allow_module_level=True)
 
-from . import agreement, contents, ranks
+from . import agreement, contents, functions, ranks
 
 assert agreement  # these add their cases to those of ranks
 assert contents
+assert functions
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 1200

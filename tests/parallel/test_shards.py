@@ -20,12 +20,18 @@ def random_mask(draw, N):
     lo, hi = draw(N), draw(N)
     ids = torch.randint(0, 5, (1, N), generator=draw.generator)
     ids = ids.sort(1)[0] if draw(2) else ids
+    table = torch.rand(1, N, N, generator=draw.generator) > 0.8
     return (
+        tw.Mask.of(lambda b, h, i, j: (j <= i + hi) & (i - j < lo)),
+        tw.Causal() & (lambda b, h, i, j: ids[b, i] == ids[b, j]),
+        tw.Mask.of(lambda b, h, i, j: table[b, i, j]),
+        tw.Window(lo, 0) | (lambda b, h, i, j: j < hi),
+        tw.Mask.of(lambda b, h, i, j, n: (i + j) % 5 < n, 2),
         tw.Window(lo, hi), tw.Causal(), tw.Causal() & tw.Window(lo, 0), tw.Window(None, hi), tw.Documents(ids, ids),
         tw.Causal() & tw.Documents(ids, ids), tw.Prefix(torch.tensor([lo])),
         tw.Causal() & tw.Padding(torch.tensor([hi])),
         tw.Spans(*(torch.randint(0, N + 1, (1, N), generator=draw.generator).sort(1)[0].int() for _ in range(2))),
-    )[draw(9)]  # fmt: skip
+    )[draw(14)]  # fmt: skip
 
 
 class Draw:
@@ -36,7 +42,7 @@ class Draw:
         return int(torch.randint(0, n, (), generator=self.generator))
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(90))
 def test_calls_cover_what_a_mask_shows_once_and_nothing_else(seed):
     draw, N = Draw(seed), 48
     mask = random_mask(draw, N)

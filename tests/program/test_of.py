@@ -368,8 +368,6 @@ def test_other_errors():
     def near(b, h, i, j):
         return i >= j
 
-    with pytest.raises(tw.Unsupported, match=r"mask near \(.*test_of.py:\d+\): origin= does not go with"):
-        tw.attention(*x, mask=near, origin=tw.Origin(row=16))
     with pytest.raises(tw.Unsupported, match="masks and scores that are functions run on the CPU so far"):
         tw.attention(*x, mask=near, backend="triton")
     with pytest.raises(ValueError, match=r'align must be "first" or "last"'):

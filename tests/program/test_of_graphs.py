@@ -1,4 +1,4 @@
-"""Functions as masks and scores under torch.compile, torch.export, torch.func, checkpointing, and beside DTensors."""
+"""Functions as masks and scores under torch.compile, torch.export, torch.func, checkpointing."""
 
 import statistics
 import time
@@ -108,10 +108,3 @@ def test_a_function_made_anew_costs_little():
         return statistics.median(times)
 
     assert median(lambda: lambda b, h, i, j: (i >= j) & (i - j <= 30)) <= median(lambda: tw.Window(30, 0)) + 2e-3
-
-
-def test_parallel_calls_refuse_functions():
-    from tilewise import parallel
-
-    with pytest.raises(tw.Unsupported, match=r"near \(.*test_of_graphs.py:\d+\): Balanced does not go with"):
-        parallel.Balanced(group=None, mask=tw.Mask.of(near), length=64, chunk=16)

@@ -103,8 +103,8 @@ def attention(
         backend: "hopper", "triton" or "cpu" to require one; None chooses.
         out_dtype: the type of o; None for q's. torch.float32 leaves o of 16-bit inputs as it was summed, for parts
             that are merged. Gradients keep the inputs' types, as autograd wants them.
-        origin: an Origin, for a call that is a part of a larger one: it draws the whole's dropout, and Alibi, Prefix
-            and Padding count the whole's rows and keys.
+        origin: an Origin, for a call that is a part of a larger one: it draws the whole's dropout, and Alibi, Prefix,
+            Padding and functions count the whole's rows and keys.
 
     Returns:
         o (B, M, H, D_v) in q's type or out_dtype, contiguous; with return_lse, (o, lse).

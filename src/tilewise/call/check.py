@@ -84,9 +84,10 @@ def check_arguments(
     check_values(parts + changes)
     products.check_origin(origin)
     if origin.plain:
-        for value in parts + changes:
-            value.refuse_parts("origin=")
-    parts, changes = (lies.place(values, origin, q, k) for values in (parts, changes))
+        placed = lies.place(mask.parts, origin, q, k)
+        same = all([one is other for one, other in zip(placed, mask.parts, strict=True)])
+        parts = placed + mask.lists * same  # which are of the mask as it was
+        changes = lies.place(changes, origin, q, k)
     captured = [t for value in parts + changes if value.captures for t in value.tensors]
     extra = (*captured, *(() if sink is None else (sink,)), *products.tensors, *lies.tensors)
     for option in (lies, products):

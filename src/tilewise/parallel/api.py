@@ -41,13 +41,14 @@ def attention(
             the fastest chosen, by a model of costs.
         options: those of `tilewise.attention`, but layout, origin and out_dtype. The mask is the whole's: Documents,
             Spans, Padding and Prefix hold the whole's numbers, on every rank. Dense and Bias hold this rank's rows,
-            (..., m, N). A seed that is None is drawn by the first rank. "ring" and Grid read a mask's tensors in each
+            (..., m, N). Functions, and masks joined by `|` or `~`, get the whole's b, h, i and j; what they capture is
+            the whole's. A seed that is None is drawn by the first rank. "ring" and Grid read a mask's tensors in each
             call, unless it is `fixed`.
 
     Returns:
         o (B, m, H, D_v) of this rank's rows, as if one device had computed the whole; with return_lse, (o, lse).
-        Gradients of q, k and v are those of the whole. What every rank holds, a sink or a bias that is alike for all
-        rows, gets a share of its gradient: the shares add up over the group.
+        Gradients of q, k and v are those of the whole. What every rank holds, a sink, a bias that is alike for all
+        rows, or what a function captures, gets a share of its gradient: the shares add up over the group.
 
     Raises:
         TypeError, ValueError, Unsupported: as `tilewise.attention`, before anything is sent. If only some ranks see
@@ -123,7 +124,7 @@ def explain(
     source = "cluster=" if cluster else os.environ.get(VARIABLE) or "guesses, not measured"
     costs = costs_of(w, q, k, cluster or current())
     against = {plan: refusals(plan, w, q.shape[2]) for plan in candidates(w)}
-    work = reach_of(w.mask, w.N).work(w.pieces)
+    work = reach_of(w.mask, w.N, *q.shape[::2]).work(w.pieces)
     return Explanation(choose(costs, memory_limit(q.device)), costs, against, work, source)
 
 

@@ -2,6 +2,7 @@
 
 from collections import namedtuple
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from operator import index
 from typing import Any
 
@@ -11,14 +12,15 @@ from torch import Tensor
 from ..attention.api import with_defaults
 from ..call.backend import select
 from ..call.check import check_arguments, describe, describe_fake
-from ..call.dispatch import CHECK, intercepted
+from ..call.dispatch import BY_RANK, CHECK, intercepted
 from ..call.operands import Operands
 from ..call.options import as_mask, as_scores
 from ..call.problem import TensorSpec
 from ..call.recipe import KINDS
 from ..values.dropout import Dropout
+from ..values.function import Function
 from ..values.masks import Full
-from ..values.score import Bias, Score
+from ..values.score import Score
 from ..values.value import Value
 from .agree import Facts, of_numbers
 from .exchange import gather
@@ -48,8 +50,6 @@ def check_call(function: str, q: Tensor, k: Tensor, v: Tensor, sharding: Shardin
             "rotate q and k by tilewise.rotary at the sharding's positions"
         )
     mask, scores = as_mask(mask), as_scores(score)
-    for value in (*mask.parts, *scores):
-        value.refuse_parts("a parallel call")
     _refuse_learned(scores)
     own_options = {name: options[name] for name in ("scale", "dropout", "precision", "deterministic", "backend")}
     x, recipe, longest = check_arguments(
@@ -64,7 +64,17 @@ def check_call(function: str, q: Tensor, k: Tensor, v: Tensor, sharding: Shardin
                 "pass all three sharded alike, and no caches of keys"
             )
     N, pieces = sharding.cut_for("q", q.shape[1])
-    own, recipe = Operands(*x[:3], x.extra[len(x.extra) - recipe.sink :]), recipe._replace(score=())
+    values = *mask.parts, *scores
+    functions = [[one for one in some if isinstance(one, Function)] for some in (mask.parts, scores)]
+    captured = [
+        _plain(one, name, t)
+        for some in functions
+        for one in some
+        for name, t in zip(one.captures, one.tensors, strict=True)
+    ]
+    own = Operands(*x[:3], (*captured, *x.extra[len(x.extra) - recipe.sink :]))
+    of_mask, of_score = (tuple([one.plain for one in some]) for some in functions)
+    recipe = recipe._replace(mask=of_mask, score=of_score)  # the others' tensors are the whole's, or rows of it
     if torch.compiler.is_compiling():
         pass  # the operators' fake kernels do it
     elif q.numel() == 0 or intercepted(own[:3]):
@@ -72,7 +82,7 @@ def check_call(function: str, q: Tensor, k: Tensor, v: Tensor, sharding: Shardin
     else:
         p = describe(own, recipe, longest)
         select(p._replace(q=_whole(p.q, N), k=_whole(p.k, N), v=_whole(p.v, N)))  # no part is refused amid messages
-    for value in (*mask.parts, *scores):
+    for value in values:
         _check_tensors(value, q, N)
     rest = own_options | {"seed": options["seed"]}
     return Work(sharding, N, pieces, mask, scores, options["sink"], bool(options["return_lse"]), rest)
@@ -89,6 +99,16 @@ def _refuse_learned(scores: Sequence[Score]) -> None:
             )
 
 
+def _plain(value: Value, name: str, t: Tensor) -> Tensor:
+    """Return a tensor that a function captures; raise TypeError for one that has ranks of its own."""
+    if isinstance(t, tuple(BY_RANK)):
+        raise TypeError(
+            f"{value.public_name()}: {name} must be a plain tensor in a parallel call, got a {type(t).__name__}; "
+            "capture .full_tensor()"
+        )
+    return t
+
+
 def _whole(spec: TensorSpec, N: int) -> TensorSpec:
     """Return the spec of N rows, contiguous."""
     B, _, H, D = spec.shape
@@ -98,7 +118,7 @@ def _whole(spec: TensorSpec, N: int) -> TensorSpec:
 def _check_tensors(value: Value, q: Tensor, N: int) -> None:
     """Check that the tensors of a mask or score are the whole's, and those of Dense and Bias the rank's rows."""
     kind = type(value)
-    if KINDS.get(kind.__name__) is not kind:
+    if isinstance(value, Function) or KINDS.get(kind.__name__) is not kind:
         return
     B, own, H = map(index, q.shape[:3])  # numbers, in a graph too: it is of one size
     shapes = kind.whole_shapes(Sizes(B, H, own if kind.broadcasts else N, N))
@@ -121,8 +141,13 @@ def _check_tensors(value: Value, q: Tensor, N: int) -> None:
 def facts_of(w: Work, q: Tensor, k: Tensor, v: Tensor) -> Facts:
     """Return a call as text, of q, k and v as they are sent: all that messages depend on, and the options."""
     values = *w.mask.parts, *w.score
-    biases = [one.bias for one in w.score if isinstance(one, Bias)]
-    learned = {"q": q, "k": k, "v": v, "the sink": w.sink} | {f"bias {n}": bias for n, bias in enumerate(biases)}
+    captured = {
+        f"{one.public_name()}: {name}, score {n}": t
+        for n, one in enumerate(w.score)
+        if one.learns
+        for name, t in zip(one.captures, one.tensors, strict=True)
+    }
+    learned = {"q": q, "k": k, "v": v, "the sink": w.sink} | captured
     graded = torch.is_grad_enabled()
     wanted = [name for name, t in learned.items() if graded and t is not None and t.requires_grad]
     options = w.options | {"sink": w.sink is not None, "return_lse": w.return_lse, "seed": _shown(w.options["seed"])}
@@ -134,12 +159,22 @@ def facts_of(w: Work, q: Tensor, k: Tensor, v: Tensor) -> Facts:
         "the length": str(w.N),
         "the sharding": spelt(w.pieces),
         "the plan": str(w.plan),
-        "mask and score": str([one.plain for one in values]),
+        "mask and score": str([(_shortened(one.plain[0]), *one.plain[1:]) for one in values]),
         "the sizes of Dense and Bias": str([(*shape[:-2], *shape[-1:], len(shape) > 1) for shape in rows]),
         "the options": str(options),
         "what requires a gradient": ", ".join(wanted) or "nothing",
         **of_numbers(w.numbers),
     }
+
+
+def _shortened(name: str) -> str:
+    """Return a value's name; of a function, with a digest in place of its text."""
+    kind, _, rest = name.partition(" ")
+    return f"{kind} {sha256(rest.encode()).hexdigest()[:12]}" if rest else kind
+
+
+_shortened._dynamo_marked_constant = True  # type: ignore[attr-defined]
+"""As torch.compiler.assume_constant_result."""
 
 
 def _shown(seed: Any) -> Any:

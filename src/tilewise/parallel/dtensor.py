@@ -12,6 +12,8 @@ from ..call.calls import Call
 from ..call.dispatch import BY_RANK
 from ..call.import_hook import when_imported
 from ..call.recipe import KINDS, Recipe
+from ..values.function import Function
+from ..values.origin import Origin
 
 Along = list[str | None]
 """What each dimension of a mesh divides: "B", the batch, "H", whole groups of heads, or nothing."""
@@ -21,17 +23,15 @@ def attend(x: Sequence[Any], seed: Any, recipe: Recipe, longest: tuple[int, int]
     """Return o and lse as DTensors, differentiable. Where q is sharded by batch or by whole groups of heads, all is.
 
     Other placements are replicated first. So are calls with a layout or with listed tiles. Plain tensors beside
-    DTensors count as whole on every rank.
+    DTensors count as whole on every rank. So do all that functions capture: they get b and h of the whole.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    for name, *_ in (*recipe.mask, *recipe.score):
-        KINDS[name].refuse_parts("a DTensor")
     mesh = next(t for t in x if isinstance(t, DTensor)).device_mesh
     q, k = x[0], x[0] if x[1] is None else x[1]
     along = _along(q, k, mesh, recipe)
     rows = "BM3HD" if x[1] is None else "BMHD"
-    sizes = [shape for name, *_ in (*recipe.mask, *recipe.score) for shape in KINDS[name].shapes]
+    sizes = [shape for name, *_ in (*recipe.mask, *recipe.score) for shape in _shapes(KINDS[name])]
     sizes += ["H"] * recipe.sink + ["?"] * recipe.own
     own = [_local(t, size, along, mesh) for t, size in zip(x, [rows] * 3 + sizes, strict=True)]
     seed = seed.to_local() if isinstance(seed, DTensor) else seed
@@ -39,6 +39,11 @@ def attend(x: Sequence[Any], seed: Any, recipe: Recipe, longest: tuple[int, int]
     places = [[Shard(size.index(c)) if c else Replicate() for c in along] for size in ("BMHD", "BHM")]
     o, lse = (DTensor.from_local(t, mesh, at, run_check=False) for t, at in zip(outputs, places, strict=True))
     return o, lse
+
+
+def _shapes(kind: Any) -> Sequence[str]:
+    """Return the sizes of a mask's or score's tensors, which are cut; what a function captures is not."""
+    return ["?"] * len(kind.captures) if isinstance(kind, Function) else kind.shapes
 
 
 def _along(q: Any, k: Any, mesh: Any, recipe: Recipe) -> Along:
@@ -74,18 +79,27 @@ def _local(t: Any, sizes: str, along: Along, mesh: Any) -> Any:
 
 
 def _placed(recipe: Recipe, mesh: Any, along: Along, B: int, H: int) -> Recipe:
-    """Return the recipe of this rank's part: its dropout counts from the part's first batch entry and head."""
-    if not recipe.dropout or not any(along):
+    """Return the recipe of this rank's part: dropout and functions count from the part's first batch entry and head."""
+    if not any(along):
         return recipe
-    row, column, head, heads, batch = recipe.origin or (0, 0, 0, H, 0)
-    head, batch = head or 0, batch or 0
-    parts = {"B": B, "H": H}
+    parts, first = {"B": B, "H": H}, {"B": 0, "H": 0}
     for n, letter in enumerate(along):
         if letter is not None:
             parts[letter] //= mesh.size(n)
-            batch += parts["B"] * mesh.get_local_rank(n) if letter == "B" else 0
-            head += parts["H"] * mesh.get_local_rank(n) if letter == "H" else 0
-    return recipe._replace(origin=(row, column, head, heads, batch))
+            first[letter] += parts[letter] * mesh.get_local_rank(n)
+    place = Origin(head=first["H"], heads=H, batch=first["B"])
+    mask, score = (tuple([_of_part(plain, place) for plain in some]) for some in (recipe.mask, recipe.score))
+    recipe = recipe._replace(mask=mask, score=score)
+    if not recipe.dropout:
+        return recipe
+    row, column, head, heads, batch = recipe.origin or (0, 0, 0, H, 0)
+    return recipe._replace(origin=(row, column, (head or 0) + place.head, heads, (batch or 0) + place.batch))
+
+
+def _of_part(plain: tuple[Any, ...], place: Origin) -> tuple[Any, ...]:
+    """Return a mask or score of a recipe as it is in a part."""
+    kind, numbers = KINDS[plain[0]], plain[1:]
+    return kind.rebuild(numbers, [None] * len(kind.captures)).of_part(place).plain
 
 
 when_imported("torch.distributed.tensor", lambda module: BY_RANK.update({module.DTensor: attend}))

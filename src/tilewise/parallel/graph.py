@@ -34,7 +34,7 @@ def described(
 ) -> tuple[Shards, Tensor | None]:
     """Return the problem in pieces that an operator's text and tensors describe, and its sink.
 
-    A bias that is `wanted` gets a gradient.
+    What is `wanted` gets a gradient.
     """
     recipe, ((axis,), *at) = Recipe.decode(text), read(where)
     learned = wanted or [False] * len(extra)
@@ -63,9 +63,9 @@ def parallel_backward_op(
     """Return dq, dk and dv; then the gradients of the extras in `wanted`."""
     with torch.no_grad():
         s, sink = described(recipe, q, extra, seed, where, wanted)
-        dq, dk, dv, d_sink, *of_biases = gradients(s, q, k, v, sink, o, lse, do, dlse)
+        dq, dk, dv, d_sink, *captured = gradients(s, q, k, v, sink, o, lse, do, dlse)
     last = [d_sink] if d_sink is not None and wanted[-1] else []
-    return [dq, dk, dv, *[t for t in of_biases if t is not None], *last]  # type: ignore[list-item]
+    return [dq, dk, dv, *[t for t in captured if t is not None], *last]  # type: ignore[list-item]
 
 
 @parallel_op.register_fake

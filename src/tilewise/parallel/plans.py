@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..attention.api import attention as attend
+from ..values.function import Function
 from ..values.masks import Mask, intersect
 from ..values.origin import Origin
 from ..values.score import Score
@@ -21,7 +22,7 @@ from .pieces import Pieces, joined, length
 from .reach import reach
 from .ring import Ring
 from .shardings import Sharding, make_positive
-from .shards import CUT, cut, shards_of
+from .shards import CUT, shards_of
 from .ulysses import Swap, spread_keys
 
 
@@ -157,14 +158,15 @@ def run(w: Work, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None
     inside = w.pieces[r * U : (r + 1) * U]
     k, v = spread_keys(k, v, H, U)
     q, k, v = Swap.apply(axis, inside, True, q, k, v)
-    mask = intersect(tuple([cut(part, H=heads) for part in w.mask.parts]))
-    score = tuple([cut(one, H=heads) for one in w.score])
+    mask = intersect(tuple([part.of_heads(heads) for part in w.mask.parts]))
+    score = tuple([one.of_heads(heads) for one in w.score])
     sink = None if w.sink is None else w.sink[heads]
     if isinstance(w.plan, Grid):
         own = w._replace(mask=mask, score=score, sink=sink)
         o, lse = ring_or_gather(own, joined(w.pieces, U), r, (heads.start, H), q, k, v)
     else:
-        origin = Origin(head=heads.start, heads=H) if w.options["dropout"] else None
+        counts = w.options["dropout"] or any([isinstance(one, Function) for one in (*mask.parts, *score)])
+        origin = Origin(head=heads.start, heads=H) if counts else None
         o, lse = attend(q, k, v, mask=mask, score=score, sink=sink, origin=origin, return_lse=True, **w.options)
     (o,) = Swap.apply(axis, inside, False, o)
     if not w.return_lse:
@@ -181,4 +183,4 @@ def ring_or_gather(
     if torch.compiler.is_compiling():
         return in_graph(written((axis,), *at), w.mask, w.score, w.options, q, k, v, w.sink)
     s = shards_of(axis, *at, w.mask, w.score, w.options, q, w.numbers)
-    return Ring.apply(s, q, k, v, w.sink, *s.biases)
+    return Ring.apply(s, q, k, v, w.sink, *[t for t, _ in s.learned])

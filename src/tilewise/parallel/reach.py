@@ -2,19 +2,27 @@
 
 from bisect import bisect_left, bisect_right
 from functools import lru_cache
+from math import isqrt
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..program import Aligned, run
+from ..program.bounds import Grid, tiles
+from ..program.shape import shape
 from ..values.intervals import PaddingKeys
-from ..values.masks import Mask
+from ..values.masks import Mask, MaskOf
 from ..values.tables import Documents
 from .held import Numbers, held
 from .pieces import Box, Piece, Pieces
 
 Ends = tuple[Tensor, Tensor]
 """First keys and ends of rows, int64."""
+Bounds = tuple[Tensor, Tensor, bool]
+"""First keys and ends of rows, and whether all keys between are visible."""
+TILES = 1 << 20
+"""About how many tiles are asked whether a row of them may see a key, where rows are no intervals."""
 
 
 class Reach(NamedTuple):
@@ -83,20 +91,23 @@ class Reach(NamedTuple):
         return [float(sum(counts[a:b].sum() for a, b in own)) for own in pieces]
 
 
-def reach_of(mask: Mask, N: int) -> Reach:
-    """Return what rows of N see. Tensors of the mask are read: that synchronises with a GPU."""
-    return reach(held(mask), len(mask.parts), N)
+def reach_of(mask: Mask, N: int, B: int = 0, H: int = 0) -> Reach:
+    """Return what rows of N see. Tensors of the mask are read: that synchronises with a GPU.
+
+    B and H: how many batch entries and heads there are, of which a function may read; 0 for what its tensors say.
+    """
+    return reach(held(mask), len(mask.parts), N, B, H)
 
 
 @lru_cache(8)
-def reach(numbers: Numbers, parts: int, N: int) -> Reach:
+def reach(numbers: Numbers, parts: int, N: int, B: int = 0, H: int = 0) -> Reach:
     """Return what rows of N see of a mask of so many parts, as far as it was read."""
     lo, hi, exact, bounds = -N, N, len(numbers) == parts, []
     for part in [one.part for one in numbers]:
         if part.interval and not part.captures:  # a band, such as Causal
             first, behind = part.keys(0)
             lo, hi = max(lo, first), min(hi, behind - 1)
-        elif found := _bounds(part, N):
+        elif found := _bounds(part, N, B, H):
             start, end, one_run = found
             bounds.append((start, end))
             exact = exact and one_run
@@ -114,7 +125,7 @@ def reach(numbers: Numbers, parts: int, N: int) -> Reach:
     return Reach(N, lo, hi, (low, high.cummax(0)[0]), (starts, ends), exact)
 
 
-def _bounds(part: Mask, N: int) -> tuple[Tensor, Tensor, bool] | None:
+def _bounds(part: Mask, N: int, B: int, H: int) -> Bounds | None:
     """Return first keys and ends, which broadcast to (B, N), and whether all keys between are visible; None if any key
     may be."""
     if isinstance(part, Documents):
@@ -123,14 +134,52 @@ def _bounds(part: Mask, N: int) -> tuple[Tensor, Tensor, bool] | None:
         real, j = part.real, torch.arange(N)
         starts = torch.where(real, j, N).amin(1, keepdim=True)
         return starts, torch.where(real, j + 1, 0).amax(1, keepdim=True), False
-    if not part.interval:
+    if not (N and (isinstance(part, MaskOf) or hasattr(part, "rule"))):
         return None
-    ends = part.ends(torch.arange(N)[:, None], 0)  # (B, 1, N, 1), or numbers
-    starts, ends = (end[:, 0, :, 0].long() if isinstance(end, Tensor) else torch.tensor([[end]]) for end in ends)
-    return starts, ends, True
+    sizes = B or _least(part, "B"), H or _least(part, "H")
+    return _bounds_of_rows(part.traced, N, *sizes) or _bounds_of_tiles(part.traced, N, *sizes)
 
 
-def _bounds_of_documents(part: Documents, N: int) -> tuple[Tensor, Tensor, bool]:
+def _least(part: Mask, size: str) -> int:
+    """Return how many batch entries or heads a mask's tensors have, at least 1."""
+    found = [
+        n
+        for t, shape in zip(part.tensors, part.shapes, strict=True)
+        for n, c in zip(t.shape, shape, strict=False)
+        if c == size
+    ]
+    return min(found, default=1)
+
+
+def _bounds_of_rows(mask: Aligned, N: int, B: int, H: int) -> Bounds | None:
+    """Return the same where the keys of a row are intervals that follow from the mask's text; else None."""
+    program, tensors, numbers, _ = mask
+    ends = shape(program.text).ends
+    if ends is None:
+        return None
+    reads = frozenset().union(*[ends.reads[n] for n in ends.outputs])
+    b, h, i = torch.arange(B if "b" in reads else 1), torch.arange(H if "h" in reads else 1), torch.arange(N)
+    inputs = {"b": b[:, None, None], "h": h[:, None], "i": i, "shift": i.new_zeros(())}
+    found = [end.clamp(0, N).expand(len(b), len(h), N) for end in run(ends, inputs, tensors, numbers)]
+    if len(found) == 2 and len(h) == 1:
+        return found[0][:, 0], found[1][:, 0], True
+    starts, behind = torch.stack(found[::2]), torch.stack(found[1::2])  # (intervals, B or 1, H or 1, N)
+    empty = starts >= behind
+    return starts.masked_fill(empty, N).amin((0, 2)), behind.masked_fill(empty, 0).amax((0, 2)), False
+
+
+def _bounds_of_tiles(mask: Aligned, N: int, B: int, H: int) -> Bounds:
+    """Return the same from bounds of tiles."""
+    program, tensors, numbers, _ = mask
+    size = max(1, -(-N // isqrt(TILES // (B * H) or 1)))
+    seen = tiles(program, tensors, numbers, Grid(B, H, N, N, size, size))[0].any(1)  # (B or 1, rows, keys)
+    j = torch.arange(0, N, size)
+    starts, behind = torch.where(seen, j, N).amin(2), torch.where(seen, j + size, 0).amax(2)
+    starts, behind = [end.repeat_interleave(size, 1)[:, :N].clamp(max=N) for end in (starts, behind)]
+    return starts, behind, False
+
+
+def _bounds_of_documents(part: Documents, N: int) -> Bounds:
     rows, (ids, order) = part.q_ids.long().contiguous(), part.k_ids.long().sort(dim=1, stable=True)
     low, high = torch.searchsorted(ids, rows), torch.searchsorted(ids, rows, right=True)
     starts = order.gather(1, low.clamp(max=N - 1))

@@ -120,14 +120,14 @@ EXCHANGES = {"ring": Pairwise, "gather": Gathered}
 
 
 class Ring(torch.autograd.Function):
-    """o and lse of a rank's rows, from keys that come to them; differentiable in q, k, v, the sink and every Bias."""
+    """o and lse of a rank's rows, from keys that come to them; differentiable in q, k, v, the sink and `s.learned`."""
 
     @staticmethod
-    def forward(ctx: Any, s: Shards, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *biases: Tensor) -> Any:
+    def forward(ctx: Any, s: Shards, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *learned: Tensor) -> Any:
         o, lse = results(s, q, k, v, sink)
         ctx.s = s
         read = [t for part in s.mask.parts for t in part.tensors if not t.is_inference()]  # autograd sees them written
-        ctx.save_for_backward(q, k, v, sink, o, lse, *biases, *read)
+        ctx.save_for_backward(q, k, v, sink, o, lse, *learned, *read)
         ctx.set_materialize_grads(False)
         return o, lse
 
@@ -166,12 +166,12 @@ def gradients(
     s: Shards, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, o: Tensor, lse: Tensor, do: Tensor,
     dlse: Tensor | None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return the gradients of q, k, v, the sink and every Bias; None of a bias that wants none."""
+    """Return the gradients of q, k, v, the sink and `s.learned`; None of a tensor that wants none."""
     kind = wide(q.dtype)
     delta = (do.to(kind) * o).sum(-1).transpose(1, 2)
     g = Given(do, o, lse, delta if dlse is None else delta - dlse)
     dq, dk, dv = (torch.zeros_like(t, dtype=kind) for t in (q, k, v))
-    learned = [torch.zeros_like(bias, dtype=wide(bias.dtype)) for bias in s.biases if bias.requires_grad]
+    learned = [(torch.zeros_like(t, dtype=wide(t.dtype)), cuts) for t, cuts in s.learned if t.requires_grad]
     exchange = EXCHANGES[s.plan](s)
     for source, keys, parts in exchange.sources(k, v):
         grads = backward_parts(s, g, q, keys, parts, dq, learned)
@@ -180,8 +180,8 @@ def gradients(
     exchange.finish((dk, dv))
     d_sink = None if sink is None else sink_gradient(sink, lse, g.delta).to(sink.dtype)
     totals = iter(learned)
-    of_biases = [next(totals).to(bias.dtype) if bias.requires_grad else None for bias in s.biases]
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_sink, *of_biases
+    captured = [next(totals)[0].to(t.dtype) if t.requires_grad else None for t, _ in s.learned]
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_sink, *captured
 
 
 def sizes(like: Sequence[Tensor], rows: int) -> list[int]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..values.masks import Mask
+from ..values.masks import Mask, mask_of
 from ..values.value import integer
 from .agree import Facts, agreed, together
 from .exchange import Axes, gather, rank_of, scatter_sum, size_of
@@ -230,12 +230,13 @@ class Balanced(Sharding):
 
     def __post_init__(self, mask: Mask) -> None:
         make_positive(self, "length", "chunk")
-        if not isinstance(mask, Mask):
+        if (found := mask_of(mask)) is None:
             raise TypeError(f"Balanced: mask must be a Mask, got {mask!r}; pass the one that attention gets")
-        for part in mask.parts:
-            part.refuse_parts("Balanced")
+        mask = found
         for part in [part for part in mask.parts if not part.broadcasts]:  # which would be a Dense, of a rank's rows
-            sizes = [t.shape[-1] for shape, t in zip(part.shapes, part.tensors, strict=True) if shape[-1] in "MN"]
+            sizes = [
+                t.shape[-1] for shape, t in zip(part.shapes, part.tensors, strict=True) if shape[-1:] in ("M", "N")
+            ]
             if any([size != self.length for size in sizes]):
                 raise ValueError(
                     f"Balanced: mask must be of {self.length} rows and keys, got {part.public_name()} of {sizes[0]}; "

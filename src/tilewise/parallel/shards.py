@@ -11,9 +11,9 @@ from torch import Tensor
 from ..attention.api import attention, attention_backward
 from ..merge.api import merge
 from ..values.intervals import Causal, Padding, Prefix, Spans, Window
-from ..values.masks import Full, Mask, intersect
+from ..values.masks import Full, Mask, MaskOf, intersect
 from ..values.origin import Origin
-from ..values.score import Alibi, Bias, Score
+from ..values.score import Bias, Score
 from ..values.tables import Dense, Documents
 from ..values.value import Value
 from .held import Numbers, held
@@ -23,8 +23,8 @@ from .reach import Reach, reach
 V = TypeVar("V", bound=Value)
 ROWS, KEYS = 16, 64
 """Multiples at which a part's dropout must begin, for kernels."""
-CUT = Causal, Window, Dense, Documents, Padding, Prefix, Spans
-"""Masks that `Shards` can cut to some rows and keys."""
+CUT = Causal, Window, Dense, Documents, Padding, Prefix, Spans, MaskOf
+"""Masks that `Shards` can cut to some rows and keys, or that follow from a call's place."""
 FEW = 3
 """So many calls of bands has a rank of Zigzag with its own keys; more become one call of Spans."""
 
@@ -71,9 +71,9 @@ class Shards:
     """What `pair` has found."""
 
     @property
-    def biases(self) -> list[Tensor]:
-        """Return the tensors of every Bias."""
-        return [one.bias for one in self.score if isinstance(one, Bias)]
+    def learned(self) -> list[tuple[Tensor, bool]]:
+        """Return the tensors of scores that have gradients, each with whether a call reads its part alone of it."""
+        return [(t, one.broadcasts) for one in self.score if one.learns for t in one.tensors]
 
     def pair(self, to: int, source: int) -> Parts:
         """Return what rank `to` does with the keys of rank `source`."""
@@ -137,7 +137,7 @@ class Shards:
     @property
     def joins(self) -> bool:
         """Tell whether wholly visible boxes may be one call wherever they lie in the whole."""
-        placed = any(isinstance(score, (Alibi, Bias)) for score in self.score)
+        placed = any([score.positional for score in self.score])
         return not (placed or self.options.get("dropout"))
 
     def add(self, blocks: list[Block], v: Block) -> None:
@@ -176,7 +176,7 @@ class Shards:
 
 
 def cut_mask(part: Mask, v: Block) -> Mask:
-    """Return a part of the mask in a box. Padding (lengths) and Prefix follow from the call's place."""
+    """Return a part of the mask in a box. Padding (lengths), Prefix and functions follow from the call's place."""
     i0, i1, j0, j1 = v.box
     found = cut(part, M=v.rows if part.broadcasts else slice(i0, i1), N=slice(j0, j1))
     return Spans(*((ends - j0).clamp(0, j1 - j0) for ends in found.tensors)) if isinstance(found, Spans) else found
@@ -193,7 +193,7 @@ def in_block(x: Tensor, v: Block) -> Tensor:
 
 
 def cut(value: V, **part: slice) -> V:
-    """Return a mask or score for some heads ("H"), rows ("M") or keys ("N"); differentiable."""
+    """Return a mask or score for some rows ("M") or keys ("N"); differentiable."""
     if not any(size in shape for shape in value.shapes for size in part):
         return value
     tensors = [cut_tensor(t, shape, **part) for t, shape in zip(value.tensors, value.shapes, strict=True)]
@@ -215,9 +215,10 @@ def shards_of(
         numbers = held(intersect(tuple([part for part in mask.parts if not part.captures])))
     elif numbers is None:
         numbers = held(mask)
-    found = reach(numbers, len(mask.parts), N)
+    found = reach(numbers, len(mask.parts), N, q.shape[0], heads or q.shape[2])
     s = Shards(pieces, own, found, mask, score, options, head, heads, q.shape[0], q.device, plan, axis)
-    s.made = _made(pieces, numbers, plan, N, (s.joins, bool(options.get("dropout")), s.batch, s.device, found.exact))
+    same = s.joins, bool(options.get("dropout")), s.batch, s.device, found.exact, heads or q.shape[2]
+    s.made = _made(pieces, numbers, plan, N, same)
     return s
 
 
@@ -251,11 +252,17 @@ class Given(NamedTuple):
 
 
 def backward_parts(
-    s: Shards, g: Given, q: Tensor, keys: tuple[Tensor, ...], parts: Parts, dq: Tensor, learned: Sequence[Tensor]
+    s: Shards,
+    g: Given,
+    q: Tensor,
+    keys: tuple[Tensor, ...],
+    parts: Parts,
+    dq: Tensor,
+    learned: Sequence[tuple[Tensor, bool]],
 ) -> tuple[Tensor, ...]:
     """Return the gradients of some keys, (dk, dv), in the type of sums, of a rank's calls over them; () without keys.
 
-    Those of queries are added to `dq`, and of biases that want one to `learned`.
+    Those of queries are added to `dq`, and of `s.learned` that want one to `learned`.
     """
     sums: tuple[Tensor, ...] = ()
     for v in parts.blocks:
@@ -272,6 +279,6 @@ def backward_parts(
             sums = sums or tuple(torch.zeros_like(t, dtype=dq.dtype) for t in keys)
             for total, part in zip(sums, found[1:3], strict=True):
                 total[:, v.keys] += part
-        for total, grad in zip(learned, found[3:], strict=True):
-            in_block(total, v).add_(grad)
+        for (total, cuts), grad in zip(learned, found[3:], strict=True):
+            (in_block(total, v) if cuts else total).add_(grad)
     return sums

@@ -165,9 +165,9 @@ def check_function(what: str, fn: Any, captured: int) -> None:
 
 def check_tensor(t: Tensor) -> str | None:
     """Return why a tensor cannot be captured, None if it can."""
-    kind = type(t)
-    if kind.__module__.startswith("torch.distributed"):
-        return f"a captured tensor must be a plain one, got a {kind.__name__}; capture .to_local() or .full_tensor()"
+    placements: Any = getattr(t, "placements", ())  # of a DTensor
+    if not all([at.is_replicate() for at in placements]):
+        return f"a captured tensor must be whole on every rank, got a DTensor of {placements}; capture .full_tensor()"
     if t.is_meta:
         return "a captured tensor must hold numbers, got one on the meta device; create it on the device of q"
     if t.is_quantized:

@@ -12,9 +12,9 @@ from torch.compiler import is_compiling
 
 from ..program import Aligned, Entries, Program, decode, trace
 from ..program.functions import kind_of_type
-from ..program.program import operands
+from ..program.place import indices, moved
 from ..program.refusals import check_tensor, place
-from .value import Unsupported, Value
+from .value import Value
 
 ALIGNS = "first", "last"
 DECORATE: Any = object()
@@ -169,34 +169,38 @@ class Function(Value):
                 )
         return replace(self, given=tensors)
 
-    @property
-    def indexed_by(self) -> list[list[set[str]]]:
-        """Return of every captured tensor which of b, h and j index each dimension: "B", "H" and "N"."""
-        program, letters = self.program, {"b": "B", "h": "H", "j": "N"}
-        found: list[list[set[str]]] = [[] for _ in self.given]
-        for node in [program.nodes[n] for n in program.loads]:
-            index = operands(node)
-            found[node[1]] = found[node[1]] or [set() for _ in index]
-            for x, own in zip(index, found[node[1]], strict=True):
-                name, *rest = program.nodes[x]
-                own.update(letters.get(rest[0], "") if name == "in" else "")
-        return found
+    def placed(self, place: Any, M: int, N: int) -> Any:
+        return self.moved("first", i=place.row, j=place.column, b=place.batch, h=place.head)
+
+    def of_part(self, place: Any) -> Any:
+        return self.moved(self.align, b=place.batch, h=place.head)
+
+    def moved(self: V, align: str, **by: int) -> V:
+        """Return the function with numbers added to what it reads: the same, at a place of the whole."""
+        text, read = _moved(self.text, len(self.numbers), tuple(by))
+        numbers = (*self.numbers, *[by[name] for name in read])
+        return type(self)(text, align, self.given, numbers, self.place) if read else self
 
     @property
     def shapes(self) -> tuple[str, ...]:  # type: ignore[override]
         """Return "B" and "H" for the dimensions of captured tensors that b or h indexes, "?" for others."""
-        return tuple(["".join([c if c in ("B", "H") else "?" for c in map("".join, dims)]) for dims in self.indexed_by])
+        dims = [["".join([*dim]) for dim in each] for each in indices(self.text, len(self.given))]
+        return tuple(["".join([c if c in ("B", "H") else "?" for c in each]) for each in dims])
 
     def whole_shapes(self, problem: Any, numbers: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:  # type: ignore[override]
-        """Return the least size of each dimension, None for any.
+        """Return the least size of each dimension, None for any. At a place, it is that of what the call reads.
 
         Those that j indexes are compared with a cache's capacity: its sequences may become as long.
         """
         sizes = {c: getattr(problem, c) for c in "BH"}
         if "cache" in problem.layout.needs:
             sizes["N"] = problem.N
-        least = [[[sizes[c] for c in dim if c in sizes] for dim in dims] for dims in self.indexed_by]
-        return [tuple([max(dim, default=None) for dim in dims]) for dims in least]  # type: ignore[type-var]
+        found = indices(self.text, len(self.given))
+        least = [
+            [[sizes[c] + sum([numbers[n] for n in at]) for c, at in dim.items() if c in sizes] for dim in each]
+            for each in found
+        ]
+        return [tuple([max(dim, default=None) for dim in each]) for each in least]  # type: ignore[type-var]
 
     def fits(self, shape: tuple[int, ...], whole: tuple[Any, ...]) -> bool:  # type: ignore[override]
         return all([least is None or size >= least for size, least in zip(shape, whole, strict=False)])
@@ -228,12 +232,6 @@ class Function(Value):
     def against_cache(self) -> str:  # type: ignore[override]
         from_first = "shift" in self._reads or (self.align == "first" and "i" in self._reads)
         return 'its rows count from the first (align="first"), which a cache does not know' * from_first
-
-    def refuse_parts(self, what: str) -> None:  # type: ignore[override]
-        raise Unsupported(
-            f"{self.place}: {what} does not go with masks and scores that are functions so far; use tilewise's own, "
-            "Dense or Bias"
-        )
 
 
 def program_of(fn: Callable[..., Any], what: str, captured: Sequence[Any], align: str) -> Aligned:
@@ -274,6 +272,14 @@ def of_name(name: str) -> Any:
     """Return the function of a recipe's name, with None in place of tensors."""
     kind, align, count, text = name.split(" ", 3)
     return MADE[kind](text, align, (None,) * int(count))
+
+
+def _moved(text: str, count: int, names: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
+    return moved(text, count, names)
+
+
+_moved._dynamo_marked_constant = True  # type: ignore[attr-defined]
+"""As torch.compiler.assume_constant_result: programs are moved while a call is traced."""
 
 
 def as_value(given: Any, base: type, of: Callable[[Any], Any]) -> Any:

@@ -107,7 +107,7 @@ class Layout(Option):
                 f"origin must have row=0 and column=0 with a layout, got {origin.row} and {origin.column}; "
                 "pass whole sequences, or leave row and column out"
             )
-        return tuple(values)
+        return tuple([value.of_part(origin) for value in values])
 
     def refuse_backward(self) -> None:
         """Raise Unsupported if calls with the layout have no backward."""
@@ -225,7 +225,7 @@ class Padded(Layout):
         return shape[0], shape[2], shape[1], shape[3]
 
     def place(self, values: Sequence[Any], origin: Any, q: Tensor, k: Tensor) -> tuple[Any, ...]:
-        return tuple([origin.place(value, q.shape[-3], k.shape[-3]) for value in values])
+        return tuple([value.placed(origin, q.shape[-3], k.shape[-3]) for value in values])
 
     def check_qkv(self, qkv: Tensor) -> None:
         if qkv.ndim != 5 or qkv.shape[-3] != 3:

@@ -14,6 +14,9 @@ class Origin:
     key: query i is at row + i, key j at column + j. All other masks, and Bias, describe the call's own rows and keys;
     so Causal and Window still align its last query with its last key. Slopes and sinks are those of the call's heads.
 
+    Functions, and masks joined by `|` or `~`, get the whole's b, h, i and j: rows from 0, whatever `align` says. Their
+    captured tensors are the whole's, too.
+
     heads: the number of query heads of the whole, where the call has some of them; None for the call's own.
 
     Raises TypeError or ValueError for a number that is no int >= 0, or a head that is not among `heads`.
@@ -55,10 +58,6 @@ class Origin:
         """Return the numbers, as a recipe holds them."""
         return self.row, self.column, self.head, self.heads, self.batch
 
-    def place(self, value: Any, M: int, N: int) -> Any:
-        """Return a mask or score as it is in the call, of M rows and N keys."""
-        return value.placed(self, M, N)
-
     def of_heads(self, H: int) -> "Origin":
         """Return from where dropout counts in a call of H heads: WHOLE if that is its own beginning."""
         heads = H if self.heads is None else self.heads
@@ -91,9 +90,6 @@ class Whole(Origin):
     @property
     def plain(self) -> tuple[()]:
         return ()
-
-    def place(self, value: Any, M: int, N: int) -> Any:
-        return value
 
 
 WHOLE = Whole()

@@ -7,7 +7,7 @@ kernels' pair in tile/scores.py, and `arguments` returns its arguments.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ class Score(Ruled):
 
     what = "score"
     align = "first"
+    positional: ClassVar[bool] = False
+    """Whether it depends on where rows and keys are."""
 
     @staticmethod
     def of(fn: Callable[..., Any] = DECORATE, *captured: Any, align: str = "first") -> Any:
@@ -70,6 +72,10 @@ class ScoreOf(Function, Score):
 
     device = ""
     learns = True
+
+    @property
+    def positional(self) -> bool:  # type: ignore[override]
+        return not self._reads <= {"s"}
 
     @property
     def unbounded(self) -> bool:  # type: ignore[override]
@@ -131,6 +137,7 @@ class Alibi(Score):
     learns = True
     to_learn = frozenset({"gradients of slopes"})
     align = "last"
+    positional = True
 
     @staticmethod
     def rule(s, b, h, i, j, slopes):
@@ -173,6 +180,7 @@ class Bias(Score):
     captures = ("bias",)
     shapes = ("BHMN",)
     broadcasts = True
+    positional = True
     varlen = False
     not_cached = AS_WIDE
     learns = True

@@ -227,10 +227,6 @@ class Value(Frozen):
         """Return why the value does not go with keys in a cache; nothing if it does."""
         return "" if cls.varlen else cls.not_cached
 
-    @classmethod
-    def refuse_parts(cls, what: str) -> None:
-        """Raise Unsupported if the value cannot be that of a part of a larger call, which `what` makes."""
-
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Return the captured tensors, in order."""
@@ -270,6 +266,13 @@ class Value(Frozen):
         """Return the value as it is in a call of M rows and N keys at a place (an Origin) of the whole.
 
         By default it describes the call's own rows and keys, wherever they are.
+        """
+        return self.of_part(place)
+
+    def of_part(self, place: Any) -> Any:
+        """Return the value as it is in a call of some batch entries and heads of the whole, at a place (an Origin).
+
+        By default its tensors are those of the call.
         """
         return self
 
