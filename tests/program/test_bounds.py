@@ -19,9 +19,9 @@ MASKS_OF_1024 = masks.masks(1024)
 
 def visible(program, tensors, numbers, grid):
     """Return (some, every), of the entries of each tile, by a look at all of them."""
-    B, H, M, N, B_r, B_c, shift = grid
+    B, H, M, N, B_r, B_c, shift, first = grid
     at = Entries.of(B, H, M, N)
-    seen = keep(program, at._replace(i=at.i + shift), tensors, numbers).expand(B, H, M, N)
+    seen = keep(program, at._replace(b=at.b + first, i=at.i + shift), tensors, numbers).expand(B, H, M, N)
     rows, columns = -(-M // B_r), -(-N // B_c)
     whole = [F.pad(seen, (0, columns * B_c - N, 0, rows * B_r - M), value=x) for x in (False, True)]
     some, every = [x.view(B, H, rows, B_r, columns, B_c) for x in whole]

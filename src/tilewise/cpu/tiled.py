@@ -6,7 +6,8 @@ entries of one length that fit one tile are computed together, their heads treat
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from functools import reduce
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from ..call.operands import Grads, Operands, Saved
 from ..call.problem import Problem, empty_parts, lse_shape
 from ..merge.sink import sink_gradient
 from ..program import Entries
+from ..program.bounds import Grid, tiles
 from ..quantize.dequantize import probabilities
 from ..values.dropout import philox
 from .sequences import COLUMNS, Sequence, choose_tiles, compute_type, count_of, heads_first, heads_serially, sequences
@@ -23,6 +25,8 @@ LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
 LARGE_LSE = 4096.0
 """Below this, rounding lse changes P by a relative 2^-12 at most, which is less than rounding S does."""
+HIDDEN, OPEN, WHOLE = range(3)
+"""What masks show of a tile: no entry; some, maybe none or all; all."""
 
 
 class Tile(NamedTuple):
@@ -50,13 +54,14 @@ def forward(p: Problem, x: Operands, seed: Tensor | None, own: Iterable[Sequence
     B_r = choose_tiles(p)[1]
     sink = p.values(x.extra)[2]
     for s in own:
+        shown = _shown(p, s)
         for h_k in heads_serially(s):
-            for i0 in range(0, s.q.shape[1], B_r):
-                _forward_tile(p, s, h_k, i0, (o, lse), sink, seed)
+            for i0, row in zip(range(0, s.q.shape[1], B_r), _of_heads(p, shown, h_k), strict=True):
+                _forward_tile(p, s, h_k, i0, row, (o, lse), sink, seed)
     return Saved(o, lse, seed)
 
 
-def _forward_tile(p, s, h_k, i0, outputs, sink, seed):
+def _forward_tile(p, s, h_k, i0, row, outputs, sink, seed):
     """Compute one query tile's rows of o and lse, in a loop over the key tiles it sees."""
     i1 = min(i0 + choose_tiles(p)[1], s.q.shape[1])
     h = _query_heads(p, h_k)
@@ -64,7 +69,7 @@ def _forward_tile(p, s, h_k, i0, outputs, sink, seed):
     acc = q.new_zeros(*q.shape[:2], p.D_v)
     m = q.new_full((*q.shape[:2], 1), -torch.inf)
     l = q.new_zeros(*q.shape[:2], 1)
-    for tile in _tiles(s, h, i0, i1, s.k.shape[1]):
+    for tile in _tiles(s, h, i0, i1, row):
         j = slice(tile.j0, tile.j1)
         S = _scores(p, s, tile, q, s.k[h_k, j])[0]
         m_new = torch.maximum(m, S.amax(-1, keepdim=True))
@@ -104,6 +109,7 @@ def backward(p: Problem, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | N
         t.new_zeros(t.shape, dtype=kind) if want else None for t, want in zip(x.extra, p.wanted, strict=True)
     ]
     for s in sequences(p, x):
+        shown = _shown(p, s)
         do_s = heads_first(p.layout.rows_of(do, s.b, s.rows), kind)
         L = p.layout.lse_of(saved.lse, s.b, s.rows) * _base(p)
         L = L.masked_fill(L == -torch.inf, 0.0).flatten(0, 1)
@@ -111,9 +117,10 @@ def backward(p: Problem, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | N
         dq_s = torch.zeros_like(s.q)
         dk_s, dv_s = (p.layout.rows_of(grad, s.b, s.columns).transpose(1, 2) for grad in (dk, dv))
         for h_k in heads_serially(s):
-            lost = _lost(p, s, h_k, L)
-            for j0 in range(0, s.k.shape[1], COLUMNS):
-                _backward_tile(p, s, h_k, j0, (do_s, L, lost, delta_s, saved.seed), (dq_s, dk_s, dv_s, extra))
+            rows = _of_heads(p, shown, h_k)
+            lost = _lost(p, s, h_k, rows, L)
+            for j0, column in zip(range(0, s.k.shape[1], COLUMNS), zip(*rows), strict=True):
+                _backward_tile(p, s, h_k, j0, column, (do_s, L, lost, delta_s, saved.seed), (dq_s, dk_s, dv_s, extra))
         p.layout.rows_of(dq, s.b, s.rows).copy_(dq_s.unflatten(0, (count_of(s), p.H)).transpose(1, 2))
     layout = p.recipe.layout_of(x.extra)
     for grad, cu in ((dq, layout.cu_q), (dk, layout.cu_k), (dv, layout.cu_k)):
@@ -127,7 +134,7 @@ def backward(p: Problem, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | N
     return Grads(dq, dk, dv, tuple(typed))
 
 
-def _backward_tile(p, s, h_k, j0, given, outputs):
+def _backward_tile(p, s, h_k, j0, column, given, outputs):
     """Compute one key tile's rows of dk and dv, and add its contributions to dq and dbias.
 
     The loop runs over the query tiles that see it.
@@ -139,9 +146,9 @@ def _backward_tile(p, s, h_k, j0, given, outputs):
     j1 = min(j0 + COLUMNS, s.k.shape[1])
     k, v = s.k[h_k, j0:j1], s.v[h_k, j0:j1]
     dk_tile, dv_tile = torch.zeros_like(k), torch.zeros_like(v)
-    for i0 in range(0, s.q.shape[1], B_r):
+    for i0, show in zip(range(0, s.q.shape[1], B_r), column, strict=True):
         i1 = min(i0 + B_r, s.q.shape[1])
-        tile = _look(s, h, i0, i1, j0, j1)
+        tile = _look(s, h, i0, i1, j0, j1, show)
         if tile is None:
             continue
         q, do_i = _stack(s.q[h, i0:i1], h_k), _stack(do[h, i0:i1], h_k)
@@ -186,7 +193,7 @@ def _scores(p, s, tile, q, k):
     return S, stages
 
 
-def _lost(p, s, h_k, L):
+def _lost(p, s, h_k, rows, L):
     """Return log(sum_j exp(S - L)) for the rows of some key heads: what rounding a large lse = m + log l lost of log l.
 
     Only a bias makes lse so large, where it fills rows with -1e9 or torch.finfo(...).min. Otherwise return None.
@@ -197,10 +204,10 @@ def _lost(p, s, h_k, L):
         return None
     total = torch.zeros_like(L[h])
     B_r = choose_tiles(p)[1]
-    for i0 in range(0, s.q.shape[1], B_r):
+    for i0, row in zip(range(0, s.q.shape[1], B_r), rows, strict=True):
         i1 = min(i0 + B_r, s.q.shape[1])
         q = _stack(s.q[h, i0:i1], h_k)
-        for tile in _tiles(s, h, i0, i1, s.k.shape[1]):
+        for tile in _tiles(s, h, i0, i1, row):
             S = _scores(p, s, tile, q, s.k[h_k, tile.j0 : tile.j1])[0]
             P = _exp_(p, S.sub_(L[h, i0:i1].reshape(*q.shape[:2], 1)))
             total[:, i0:i1] += P.sum(-1).view(-1, i1 - i0)
@@ -234,29 +241,47 @@ def _through_scores(p, s, tile, dS, stages, extra):
     return by_head.reshape(dS.shape)
 
 
-def _tiles(s: Sequence, h: slice, i0: int, i1: int, N: int) -> Iterator[Tile]:
-    """Yield the key tiles that rows i0:i1 see."""
-    for j0 in range(0, N, s.width):
-        tile = _look(s, h, i0, i1, j0, min(j0 + s.width, N))
+def _shown(p: Problem, s: Sequence) -> Tensor:
+    """Return what masks show of a sequence's tiles, by bounds of their programs: HIDDEN, OPEN or WHOLE.
+
+    The shape is (entries or 1, heads or 1, tiles of queries, tiles of keys). A single tile is left open: a look at it
+    costs less.
+    """
+    M, N, B_r = s.q.shape[1], s.k.shape[1], choose_tiles(p)[1]
+    shape = 1, 1, -(-M // B_r), -(-N // s.width)
+    if not s.masks or shape[2] * shape[3] <= 1:
+        return torch.full(shape, OPEN if s.masks else WHOLE, device=s.q.device)
+    every = []
+    for mask in s.masks:
+        program, tensors, numbers, _ = mask.traced
+        first = mask.rows(Entries(0, 0, 0, 0, s.shift)).i  # the index of row 0
+        every.append(tiles(program, tensors, numbers, Grid(count_of(s), p.H, M, N, B_r, s.width, first, s.b.start)))
+    possible, certain = [reduce(torch.logical_and, shown) for shown in zip(*every, strict=True)]
+    return possible.int() + certain
+
+
+def _of_heads(p: Problem, shown: Tensor, h_k: slice) -> list[list[int]]:
+    """Return what masks show of each row of tiles to some key heads' queries, in all entries."""
+    own = shown if shown.shape[1] == 1 else shown[:, _query_heads(p, h_k)]
+    if own.shape[:2] != (1, 1):
+        least, most = own.flatten(0, 1).aminmax(dim=0)
+        own = least.where(least == most, OPEN)[None, None]
+    return own[0, 0].tolist()
+
+
+def _tiles(s: Sequence, h: slice, i0: int, i1: int, row: Iterable[int]) -> Iterator[Tile]:
+    """Yield the key tiles that rows i0:i1 see; `row` says what masks show of each."""
+    N = s.k.shape[1]
+    for j0, show in zip(range(0, N, s.width), row, strict=True):
+        tile = _look(s, h, i0, i1, j0, min(j0 + s.width, N), show)
         if tile is not None:
             yield tile
 
 
-def _look(s: Sequence, h: slice, i0: int, i1: int, j0: int, j1: int) -> Tile | None:
-    """Return one tile with its mask, or None if the mask hides all of it."""
-    shift = s.shift
-    first, last = i0 + shift, i1 - 1 + shift
-    full = True
-    for mask in s.masks:
-        if mask.interval and mask.device:
-            (lo, hi), (lo_last, hi_last) = mask.ends(first, shift, s.b), mask.ends(last, shift, s.b)
-            if j1 <= _least(lo) or _most(hi_last) <= j0:
-                return None
-            full = full and _most(lo_last) <= j0 and j1 <= _least(hi)
-        else:
-            full = False
-    if full:
-        return Tile(h, i0, i1, j0, j1, None)
+def _look(s: Sequence, h: slice, i0: int, i1: int, j0: int, j1: int, show: int) -> Tile | None:
+    """Return one tile with its mask, or None if the masks hide all of it. Only an open one is evaluated."""
+    if show != OPEN:
+        return Tile(h, i0, i1, j0, j1, None) if show == WHOLE else None
     at = _entries(s, h, i0, i1, j0, j1)
     keep = s.q.new_ones((), dtype=torch.bool)
     for mask in s.masks:
@@ -311,14 +336,6 @@ def _query_heads(p: Problem, h_k: slice) -> slice:
 def _per_query_head(S: Tensor, s: Sequence, tile: Tile) -> Tensor:
     """View (key heads, G * rows, columns) as (entries, heads, rows, columns)."""
     return S.view(count_of(s), -1, tile.i1 - tile.i0, tile.j1 - tile.j0)
-
-
-def _least(end: Any) -> Any:
-    return end.min() if isinstance(end, Tensor) else end
-
-
-def _most(end: Any) -> Any:
-    return end.max() if isinstance(end, Tensor) else end
 
 
 def _unowned(rows: Tensor, cu: Tensor) -> Tensor:

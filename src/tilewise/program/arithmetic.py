@@ -287,13 +287,16 @@ class Bounds:
         return self.both(self.at_most(x, y, kind), self.at_most(y, x, kind))
 
     def compared(self, node: Node, xs: list[Interval]) -> Interval:
-        """Return a comparison. Of a i + b j + c on either side, rows go to the left and keys to the right."""
+        """Return a comparison. Of a i + b j + c on either side, rows go to one side and keys to the other."""
         name, x, y = node[0], node[1], node[2]
         kind, one, other = self.program.kinds[x], xs[0], xs[1]
         p, q = self.affine[x], self.affine[y]
         if p is not None and q is not None:
-            one, keys = self.split((p[0] - q[0], p[1] - q[1], p[2] - q[2]))
+            form = (p[0] - q[0], p[1] - q[1], p[2] - q[2])
+            left = form[0] > 0 or (form[0] == 0 and form[1] < 0)  # where rows need no change of sign
+            one, keys = self.split(form if left else (-form[0], -form[1], -form[2]))
             other = self.negative(keys)
+            one, other = (one, other) if left else (other, one)
         if kind == "b":
             one, other, kind = *[each(lambda end: end.cast("i"), x) for x in xs], "i"
         if name in ("gt", "ge"):

@@ -23,7 +23,10 @@ AT_A_TIME = 1 << 20
 
 
 class Grid(NamedTuple):
-    """The tiles of logits (B, H, M, N), of B_r rows and B_c keys. Row r has the index i = r + shift."""
+    """The tiles of logits (B, H, M, N), of B_r rows and B_c keys.
+
+    Row r has the index i = r + shift, and the first of B batch entries the index b = first.
+    """
 
     B: int
     H: int
@@ -32,6 +35,7 @@ class Grid(NamedTuple):
     B_r: int
     B_c: int
     shift: int = 0
+    first: int = 0
 
 
 @lru_cache(1024)
@@ -195,24 +199,40 @@ def tiles(
     Two bool tensors (B or 1, H or 1, rows of tiles, columns of tiles): B and H where the mask reads b and h. Of a tile
     that sticks out, only the entries inside count. A tile that is possible and not certain is open: `look` decides.
     """
-    device = tensors[0].device if tensors else "cpu"
-    B, H, M, N, B_r, B_c, shift = grid
-    reads = program.reads[program.outputs[0]]
-    rows, keys = torch.arange(0, M, B_r, device=device)[:, None], torch.arange(0, N, B_c, device=device)
-    inputs = {
-        "b": torch.arange(B if "b" in reads else 1, device=device)[:, None, None, None],
-        "h": torch.arange(H if "h" in reads else 1, device=device)[:, None, None],
-        "i_row": rows + shift,
-        "i_row_last": (rows + B_r).clamp(max=M) - 1 + shift,
-        "i_key": keys,
-        "i_key_last": (keys + B_c).clamp(max=N) - 1,
-        "shift": keys.new_tensor(shift),
-    }
+    if not tensors:
+        return _without_tensors(program, tuple(numbers), grid, real)
     ranges = [Ranges(t) for t in tensors]
     three: list[Any] = [x for t, of in zip(tensors, ranges, strict=True) for x in (t, of.least, of.greatest)]
+    return _tiles(program, three, numbers, grid, real, tensors[0].device)
+
+
+def _tiles(
+    program: Program, three: Sequence[Any], numbers: Sequence[Any], grid: Grid, real: torch.dtype, device: Any
+) -> tuple[Tensor, Tensor]:
+    """Return the same, given for each tensor the three that `bounds` reads."""
+    B, H, M, N, B_r, B_c, shift, first = grid
+    reads = program.reads[program.outputs[0]]
+    rows, keys = torch.arange(shift, M + shift, B_r, device=device)[:, None], torch.arange(0, N, B_c, device=device)
+    inputs = {
+        "b": torch.arange(first, first + (B if "b" in reads else 1), device=device)[:, None, None, None],
+        "h": torch.arange(H if "h" in reads else 1, device=device)[:, None, None],
+        "i_row": rows,
+        "i_row_last": (rows + (B_r - 1)).clamp(max=M + shift - 1),
+        "i_key": keys,
+        "i_key_last": (keys + (B_c - 1)).clamp(max=N - 1),
+        "shift": torch.tensor(shift, device=device),
+    }
     certain, possible = run(bounds(program.text), inputs, three, numbers, real)
     shape = len(inputs["b"]), len(inputs["h"]), len(rows), len(keys)
     return possible.expand(shape), certain.expand(shape)
+
+
+@lru_cache(64)
+def _without_tensors(
+    program: Program, numbers: tuple[Any, ...], grid: Grid, real: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return the same of a mask without tensors, which is the same in every call."""
+    return _tiles(program, (), numbers, grid, real, "cpu")
 
 
 def look(
@@ -233,7 +253,7 @@ def look(
         i, j = row * B_r + r, column * B_c + c
         inside = (i < grid.M) & (j < grid.N)
         i, j = i.clamp(max=grid.M - 1) + grid.shift, j.clamp(max=grid.N - 1)
-        inputs = {"b": b, "h": h, "i": i, "j": j, "shift": j.new_tensor(grid.shift)}
+        inputs = {"b": b + grid.first, "h": h, "i": i, "j": j, "shift": i.new_tensor(grid.shift)}
         (seen,) = run(program, inputs, tensors, numbers, real)
         at = tuple(open_tiles.T)
         some[at] = (seen & inside).flatten(1).any(1)
