@@ -54,9 +54,8 @@ def forward(p: Problem, x: Operands, seed: Tensor | None, own: Iterable[Sequence
     B_r = choose_tiles(p)[1]
     sink = p.values(x.extra)[2]
     for s in own:
-        shown = _shown(p, s)
-        for h_k in heads_serially(s):
-            for i0, row in zip(range(0, s.q.shape[1], B_r), _of_heads(p, shown, h_k), strict=True):
+        for h_k, rows in zip(heads_serially(s), _shown(p, s), strict=True):
+            for i0, row in zip(range(0, s.q.shape[1], B_r), rows, strict=True):
                 _forward_tile(p, s, h_k, i0, row, (o, lse), sink, seed)
     return Saved(o, lse, seed)
 
@@ -109,17 +108,16 @@ def backward(p: Problem, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | N
         t.new_zeros(t.shape, dtype=kind) if want else None for t, want in zip(x.extra, p.wanted, strict=True)
     ]
     for s in sequences(p, x):
-        shown = _shown(p, s)
         do_s = heads_first(p.layout.rows_of(do, s.b, s.rows), kind)
         L = p.layout.lse_of(saved.lse, s.b, s.rows) * _base(p)
         L = L.masked_fill(L == -torch.inf, 0.0).flatten(0, 1)
         delta_s = p.layout.lse_of(delta, s.b, s.rows).flatten(0, 1)
         dq_s = torch.zeros_like(s.q)
         dk_s, dv_s = (p.layout.rows_of(grad, s.b, s.columns).transpose(1, 2) for grad in (dk, dv))
-        for h_k in heads_serially(s):
-            rows = _of_heads(p, shown, h_k)
+        for h_k, rows in zip(heads_serially(s), _shown(p, s), strict=True):
             lost = _lost(p, s, h_k, rows, L)
-            for j0, column in zip(range(0, s.k.shape[1], COLUMNS), zip(*rows), strict=True):
+            for n, j0 in enumerate(range(0, s.k.shape[1], COLUMNS)):
+                column = [row[n] for row in rows]
                 _backward_tile(p, s, h_k, j0, column, (do_s, L, lost, delta_s, saved.seed), (dq_s, dk_s, dv_s, extra))
         p.layout.rows_of(dq, s.b, s.rows).copy_(dq_s.unflatten(0, (count_of(s), p.H)).transpose(1, 2))
     layout = p.recipe.layout_of(x.extra)
@@ -241,32 +239,30 @@ def _through_scores(p, s, tile, dS, stages, extra):
     return by_head.reshape(dS.shape)
 
 
-def _shown(p: Problem, s: Sequence) -> Tensor:
-    """Return what masks show of a sequence's tiles, by bounds of their programs: HIDDEN, OPEN or WHOLE.
+def _shown(p: Problem, s: Sequence) -> list[list[list[int]]]:
+    """Return what masks show of a sequence's tiles, for each round of heads: rows of HIDDEN, OPEN or WHOLE.
 
-    The shape is (entries or 1, heads or 1, tiles of queries, tiles of keys). A single tile is left open: a look at it
-    costs less.
+    Bounds of the masks' programs say it of all tiles at once. A single tile is left open: a look at it costs less.
     """
     M, N, B_r = s.q.shape[1], s.k.shape[1], choose_tiles(p)[1]
-    shape = 1, 1, -(-M // B_r), -(-N // s.width)
-    if not s.masks or shape[2] * shape[3] <= 1:
-        return torch.full(shape, OPEN if s.masks else WHOLE, device=s.q.device)
+    rounds, rows, columns = list(heads_serially(s)), -(-M // B_r), -(-N // s.width)
+    if not s.masks or rows * columns <= 1:
+        return [[[OPEN if s.masks else WHOLE] * columns] * rows] * len(rounds)
     every = []
     for mask in s.masks:
         program, tensors, numbers, _ = mask.traced
         first = mask.rows(Entries(0, 0, 0, 0, s.shift)).i  # the index of row 0
         every.append(tiles(program, tensors, numbers, Grid(count_of(s), p.H, M, N, B_r, s.width, first, s.b.start)))
     possible, certain = [reduce(torch.logical_and, shown) for shown in zip(*every, strict=True)]
-    return possible.int() + certain
-
-
-def _of_heads(p: Problem, shown: Tensor, h_k: slice) -> list[list[int]]:
-    """Return what masks show of each row of tiles to some key heads' queries, in all entries."""
-    own = shown if shown.shape[1] == 1 else shown[:, _query_heads(p, h_k)]
-    if own.shape[:2] != (1, 1):
+    shown = possible.int() + certain
+    if shown.shape[:2] == (1, 1):
+        return [shown[0, 0].tolist()] * len(rounds)
+    found = []
+    for h_k in rounds:
+        own = shown if shown.shape[1] == 1 else shown[:, _query_heads(p, h_k)]
         least, most = own.flatten(0, 1).aminmax(dim=0)
-        own = least.where(least == most, OPEN)[None, None]
-    return own[0, 0].tolist()
+        found.append(least.where(least == most, OPEN).tolist())
+    return found
 
 
 def _tiles(s: Sequence, h: slice, i0: int, i1: int, row: Iterable[int]) -> Iterator[Tile]:

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..program import Aligned, Entries, join, keep
+from ..program import Aligned, Entries, join, keep, run
 from ..program.bounds import hides_later_keys
 from ..program.shape import shape
 from .function import DECORATE, MADE, Function, Ruled, as_value
-from .value import ALL, OPEN, Ends, Unsupported
+from .value import ALL, OPEN, Ends, Unsupported, per_batch
 
 
 class Mask(Ruled):
@@ -138,6 +138,17 @@ class MaskOf(Function, Mask):
     """A mask that is a function, made by `Mask.of`, `|` and `~`."""
 
     device = ""
+
+    def keys(self, i: Any, b: slice = ALL) -> Ends:
+        """Return the same of a function of class A (see program.shape) with rows from the last key's, else all keys."""
+        found = shape(self.text).keys
+        if found is None or self.against_cache():
+            return -OPEN, OPEN
+        rows = torch.as_tensor(i)
+        entries = torch.arange(b.start or 0, len(rows) if b.stop is None else b.stop, device=rows.device)
+        at = {"i": rows, "b": per_batch(entries)}
+        lo, hi = run(found, at, self.given, self.numbers)
+        return lo, hi
 
     @property
     def tensors(self) -> tuple[Any, ...]:
