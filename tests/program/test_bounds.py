@@ -7,14 +7,16 @@ import torch
 import torch.nn.functional as F  # noqa: N812, as everybody
 from program import functions, masks, random_masks
 from torch.nn.attention.flex_attention import create_block_mask
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tilewise.program import Entries, keep, trace
 from tilewise.program.arithmetic import COMPARISONS, RANGES, RULES
-from tilewise.program.bounds import Grid, Ranges, hides_later_keys, limits, look, tiles
+from tilewise.program.bounds import Grid, Ranges, _without_tensors, bounds, hides_later_keys, limits, look, tiles
 from tilewise.program.ops import OPS
 
 EXAMPLES = functions.examples()
-MASKS_OF_1024 = masks.masks(1024)
+MASKS_OF_1024, LONG = masks.masks(1024), masks.masks(8192)
 
 
 def visible(program, tensors, numbers, grid):
@@ -81,6 +83,45 @@ def test_tiles_are_those_of_create_block_mask(name):
     ]
     assert torch.equal(certain, full)
     assert torch.equal(possible, full | partial)
+
+
+class Work(TorchDispatchMode):
+    """Counts operations, and the numbers that they return."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = self.numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        views = func in (torch.ops.aten.expand.default, torch.ops.aten.slice.Tensor)
+        self.operations += 1
+        self.numbers += sum([t.numel() for t in tree_leaves(found) if isinstance(t, torch.Tensor) and not views])
+        return found
+
+
+@pytest.mark.parametrize("name", masks.masks(48))
+def test_tiles_of_long_sequences_take_a_millisecond(name):
+    """By count, as clocks depend on the machine: 5 us an operation, 1 us for 1,000 numbers."""
+    n = 8192
+    program, tensors, numbers = trace(LONG[name], "mask")
+    _without_tensors.cache_clear()
+    bounds(program.text)
+    with Work() as work:
+        possible, certain = tiles(program, tensors, numbers, Grid(masks.B, masks.H, n, n, 128, 128))
+    assert possible.shape[2:] == certain.shape[2:] == (64, 64)
+    assert work.operations < 160
+    assert work.numbers < 400_000
+
+
+def test_a_mask_without_tensors_is_bounded_once():
+    program, tensors, numbers = trace(lambda b, h, i, j, left: (j <= i) & (i - j <= left), "mask", (9,))
+    first = tiles(program, tensors, numbers, Grid(1, 1, 64, 64, 8, 8))
+    with Work() as work:
+        assert tiles(program, tensors, numbers, Grid(1, 1, 64, 64, 8, 8)) is first
+    assert work.operations == 0
+    other = tiles(program, tensors, (30,), Grid(1, 1, 64, 64, 8, 8))
+    assert not torch.equal(other[0], first[0])
 
 
 def test_numbers_given_to_a_mask():

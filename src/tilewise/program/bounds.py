@@ -18,6 +18,8 @@ from .run import run
 
 FEW = 1 << 20
 """The most entries of a tensor whose minima and maxima are computed in two dimensions, for one read by row and key."""
+OVERLAP = 2
+"""How often an entry is read, at most, where the entries of all ranges are gathered."""
 AT_A_TIME = 1 << 20
 """Entries that `look` evaluates at a time."""
 
@@ -89,34 +91,51 @@ class Box(NamedTuple):
 
     inside: whether the whole range is; None if all are.
     levels: for every k with ranges of 2^k to 2^(k + 1) - 1 indices, which of them these are; None for all.
+    most: how many indices the longest range has.
     """
 
     lo: Tensor
     hi: Tensor
     inside: Tensor | None
     levels: list[tuple[int, Tensor | None]]
+    most: int = 1
 
 
 class Ranges:
     """The entries of a tensor between two indices of each dimension: `least[lo, hi, lo, hi]` of them, and `greatest`.
 
-    Those of 2^k neighbors are computed once, for every k that is asked for: two of them are any range, four in two
-    dimensions. A range that leaves the tensor gets the bounds of all entries.
+    Where ranges overlap little, their entries are gathered. Else those of 2^k neighbors are computed once, for every k
+    that is asked for: two of them are any range, four in two dimensions. A range that leaves the tensor gets the bounds
+    of all entries.
     """
 
     def __init__(self, t: Tensor) -> None:
         self.bools = t.dtype == torch.bool
         self.t = t.detach().view(torch.uint8) if self.bools else t.detach()
-        self.least, self.greatest = Extreme(self, torch.minimum), Extreme(self, torch.maximum)
+        self.least = Extreme(self, torch.minimum, torch.amin)
+        self.greatest = Extreme(self, torch.maximum, torch.amax)
         self.ends: tuple[Tensor, ...] = ()
         self.boxes: list[Box] = []
+        self.gathered: Tensor | None = None
 
     def boxes_of(self, ends: tuple[Tensor, ...]) -> list[Box]:
         """Return the ranges of all dimensions; the last ones are saved for the other of least and greatest."""
         if not self.ends or any([x is not y for x, y in zip(ends, self.ends, strict=True)]):
             self.ends = ends
             self.boxes = [box(*x) for x in zip(self.t.shape, ends[::2], ends[1::2], strict=True)]
+            ranges = torch.broadcast_tensors(*[x.lo for x in self.boxes])[:1]  # of a tensor without dimensions, none
+            count = sum([x.numel() for x in ranges]) * math.prod([x.most for x in self.boxes])
+            self.gathered = self.gather() if count <= min(FEW, OVERLAP * self.t.numel()) else None
         return self.boxes
+
+    def gather(self) -> Tensor:
+        """Return the entries of each range, in dimensions behind those of the ranges; the last one may be repeated."""
+        dims, index = len(self.boxes), []
+        for d, x in enumerate(self.boxes):
+            first, last = [end[(...,) + (None,) * dims] for end in (x.lo, x.hi)]
+            steps = torch.arange(x.most, device=first.device).view(-1, *[1] * (dims - 1 - d))
+            index.append(first if x.most == 1 else (first + steps).minimum(last))
+        return self.t[tuple(index)]
 
 
 def box(size: int, lo: Tensor, hi: Tensor) -> Box:
@@ -131,26 +150,30 @@ def box(size: int, lo: Tensor, hi: Tensor) -> Box:
     if lo is hi:
         return Box(first, first, inside, [(0, None)])
     count = last - first + 1
-    found = {int(x).bit_length() - 1 for x in count.aminmax()}
+    fewest, most = [int(x) for x in count.aminmax()]
+    found = {fewest.bit_length() - 1, most.bit_length() - 1}
     if len(found) > 1:
         found = {x.bit_length() - 1 for x in count.unique().tolist()}
-        return Box(first, last, inside, [(k, (count >> k) == 1) for k in sorted(found)])
-    return Box(first, last, inside, [(k, None) for k in found])
+        return Box(first, last, inside, [(k, (count >> k) == 1) for k in sorted(found)], most)
+    return Box(first, last, inside, [(k, None) for k in found], most)
 
 
 class Extreme:
     """The least, or the greatest, of ranges."""
 
-    def __init__(self, ranges: Ranges, pick: Callable[[Tensor, Tensor], Tensor]) -> None:
-        self.ranges, self.pick = ranges, pick
+    def __init__(self, ranges: Ranges, pick: Callable[..., Tensor], pick_of: Callable[..., Tensor]) -> None:
+        self.ranges, self.pick, self.pick_of = ranges, pick, pick_of
         self.tables: dict[tuple[int, ...], Tensor] = {}
 
     def __getitem__(self, ends: tuple[Tensor, ...]) -> Tensor:
-        boxes = self.ranges.boxes_of(ends)
-        if sum([x.levels[-1][0] > 0 for x in boxes]) > 1 and self.ranges.t.numel() > FEW:
+        boxes, gathered = self.ranges.boxes_of(ends), self.ranges.gathered
+        if gathered is None and sum([x.levels[-1][0] > 0 for x in boxes]) > 1 and self.ranges.t.numel() > FEW:
             return self.of_all()
         inside = [x.inside for x in boxes if x.inside is not None]
         found = self.of_all() if inside else None
+        if gathered is not None:
+            value = self.pick_of(gathered, dim=tuple(range(-len(boxes), 0)))
+            return value if found is None else torch.where(reduce(torch.logical_and, inside), value, found)
         for levels in itertools.product(*[x.levels for x in boxes]):
             value = self.look_up([k for k, _ in levels], boxes)
             here = inside + [some for _, some in levels if some is not None]
