@@ -273,3 +273,18 @@ def test_a_place_that_changes_the_mask_leaves_its_lists_out():
     x, ids, origin = operands(B=1, N=M), torch.zeros(1, M, dtype=torch.int64), tw.Origin(row=48, column=50)
     mask = tw.Documents(ids, ids) & tw.Prefix(torch.tensor([M]))  # at the place, it is no longer wholly visible
     agree(x, mask, tw.listed(mask, *x, backend="triton"), origin=origin, backend="triton")
+
+
+def test_functions_on_the_cpu_need_no_lists():
+    """Also without tensors, and with q on the meta device where the calls' device is given."""
+    x = operands()
+    meta = [t.detach().to("meta") for t in x]
+    mask = tw.Mask.of(lambda b, h, i, j: (j <= i) | (j < 4))
+    assert tw.listed(mask, *x) is mask
+    assert tw.listed(mask, *meta, device="cpu") is mask
+    assert (
+        tw.listed(lambda b, h, i, j: j <= i, *x).traced.program.text
+        == tw.Mask.of(lambda b, h, i, j: j <= i).traced.program.text
+    )
+    with pytest.raises(ValueError, match="listed: device must be where the calls will be, got meta; pass"):
+        tw.listed(mask, *meta)

@@ -94,9 +94,10 @@ class Work(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         found = func(*args, **(kwargs or {}))
-        views = func in (torch.ops.aten.expand.default, torch.ops.aten.slice.Tensor)
+        given, made = [[t for t in tree_leaves(x) if isinstance(t, torch.Tensor)] for x in ((args, kwargs), found)]
+        known = {t.untyped_storage().data_ptr() for t in given}  # of which some results are views
         self.operations += 1
-        self.numbers += sum([t.numel() for t in tree_leaves(found) if isinstance(t, torch.Tensor) and not views])
+        self.numbers += sum([t.numel() for t in made if t.untyped_storage().data_ptr() not in known])
         return found
 
 

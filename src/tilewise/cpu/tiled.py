@@ -7,7 +7,7 @@ entries of one length that fit one tile are computed together, their heads treat
 
 from collections.abc import Iterable, Iterator
 from functools import reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -248,10 +248,10 @@ def _shown(p: Problem, s: Sequence) -> list[list[list[int]]]:
     rounds, rows, columns = list(heads_serially(s)), -(-M // B_r), -(-N // s.width)
     if not s.masks or rows * columns <= 1:
         return [[[OPEN if s.masks else WHOLE] * columns] * rows] * len(rounds)
-    every = []
+    every, zero = [], cast(Any, 0)
     for mask in s.masks:
         program, tensors, numbers, _ = mask.traced
-        first = mask.rows(Entries(0, 0, 0, 0, s.shift)).i  # the index of row 0
+        first: Any = mask.rows(Entries(zero, zero, zero, zero, s.shift)).i  # the index of row 0
         every.append(tiles(program, tensors, numbers, Grid(count_of(s), p.H, M, N, B_r, s.width, first, s.b.start)))
     possible, certain = [reduce(torch.logical_and, shown) for shown in zip(*every, strict=True)]
     shown = possible.int() + certain
