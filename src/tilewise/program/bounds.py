@@ -200,6 +200,7 @@ def tiles(
         "i_row_last": (rows + B_r).clamp(max=M) - 1 + shift,
         "i_key": keys,
         "i_key_last": (keys + B_c).clamp(max=N) - 1,
+        "shift": shift,
     }
     ranges = [Ranges(t) for t in tensors]
     three: list[Any] = [x for t, of in zip(tensors, ranges, strict=True) for x in (t, of.least, of.greatest)]
@@ -225,7 +226,8 @@ def look(
         b, h, row, column = [x[:, None, None] for x in open_tiles.T]
         i, j = row * B_r + r, column * B_c + c
         inside = (i < grid.M) & (j < grid.N)
-        inputs = {"b": b, "h": h, "i": i.clamp(max=grid.M - 1) + grid.shift, "j": j.clamp(max=grid.N - 1)}
+        i, j = i.clamp(max=grid.M - 1) + grid.shift, j.clamp(max=grid.N - 1)
+        inputs = {"b": b, "h": h, "i": i, "j": j, "shift": grid.shift}
         (seen,) = run(program, inputs, tensors, numbers, real)
         at = tuple(open_tiles.T)
         some[at] = (seen & inside).flatten(1).any(1)
