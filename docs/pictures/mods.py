@@ -7,7 +7,7 @@ import ast
 import re
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ MODS = {
 """Names of pictures, and of the page's functions. Those of scores are causal, as on the page."""
 
 
+@cache
 def names_of_page() -> dict[str, Any]:
     """Return what the page defines, without running attention."""
     names: dict[str, Any] = {}
