@@ -10,6 +10,23 @@ import torch
 import tilewise as tw
 
 FILE = Path(__file__).with_suffix(".txt")
+MODEL = """
+def near(b, h, i, j):
+    return (i >= j) & (i - j < 200)
+
+def own(b, h, i, j, document):
+    return document[b, i] == document[b, j]
+
+def crowded(b, h, i, j):
+    return ((i ^ j) & 3) != 0
+
+def relative(s, b, h, i, j, table, slopes):
+    return s + table[h, (i - j).clamp(0, 99)] - slopes[h]
+
+def capped(s, b, h, i, j):
+    return 30.0 * torch.tanh(s / 30.0)
+"""
+"""Masks and scores of a user, in the file model.py."""
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
@@ -70,6 +87,21 @@ def calls() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     mixed = tw.Cached(lengths, table, cu_q=meta(3, dtype=int32), max_q=512)
     yield "pages, mixed", (meta(1024, 32, 128), *cache), causal | hopper | {"layout": mixed}
     yield "a back end by name", long, causal | hopper | {"backend": "triton"}
+    yield from calls_of_functions()
+
+
+def calls_of_functions() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
+    """Yield the same of calls whose masks and scores are functions."""
+    own: dict[str, Any] = {"torch": torch}
+    exec(compile(MODEL, "model.py", "exec"), own)
+    x = (torch.zeros(2, 1024, 4, 64),) * 3
+    document = (torch.arange(1024) // 300).expand(2, -1)
+    packed, table = tw.Mask.of(own["own"], document), torch.zeros(4, 100, requires_grad=True)
+    yield "a window as a function", x, {"mask": own["near"]}
+    yield "causal documents as a function", x, {"mask": tw.Causal() & packed}
+    yield "a window or documents, fewer rows", (x[0][:, :300], *x[1:]), {"mask": tw.Window(99, 99) | packed}
+    yield "a function that is evaluated", x, {"mask": own["crowded"]}
+    yield "scores as functions", x, {"score": [tw.Score.of(own["relative"], table, torch.ones(4)), own["capped"]]}
 
 
 def explained() -> str:

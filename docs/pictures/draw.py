@@ -1,4 +1,4 @@
-"""python docs/pictures/draw.py: draws the pictures of docs/internals, docs/learn and README.md into docs/images."""
+"""python docs/pictures/draw.py: draws the pictures of docs/internals, docs/learn, docs/use and README.md."""
 
 import sys
 from collections.abc import Callable
@@ -17,6 +17,7 @@ from bars import PICTURES as BARS
 from flow import backward_flow
 from learn import PICTURES as LEARN
 from matplotlib.text import Text
+from mods import PICTURES as MODS
 from parallel import who_sends_what
 from structure import structure
 from timelines import backward_timeline, channel_phases, forward_timeline, tile_order
@@ -32,6 +33,7 @@ PICTURES: dict[str, Callable[[], Any]] = {
     "parallel-who-sends-what": who_sends_what,
     "structure": structure,
     **LEARN,
+    **MODS,
 }
 VECTORS: Any = {"svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans", "Verdana", "Helvetica", "Arial"]}
 """How an svg is written: its text stays text, in a font that the reader has."""

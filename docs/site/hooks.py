@@ -22,8 +22,8 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 LINK = re.compile(r"""(?:(?<=\]\()|(?<= src=")|(?<= srcset="))(?![\w+]+:)([^)"\s#]+)""")
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
-CHINESE = ("learn/zh/", "overview.zh")
-"""How the addresses of Chinese pages begin."""
+CHINESE = re.compile(r"^learn/zh/|\.zh-CN\.")
+"""What the addresses of Chinese pages have."""
 SOURCE = "---\nhide: [navigation, toc]\nsearch: { exclude: true }\n---\n"
 
 places: dict[str, Path] = {}
@@ -72,7 +72,7 @@ def on_page_content(content: str, page: Page, **_: object) -> str:
             return formula[0]
 
     content = FORMULA.sub(drawn, content)
-    return f'<div lang="zh">{content}</div>' if page.file.src_uri.startswith(CHINESE) else content
+    return f'<div lang="zh">{content}</div>' if CHINESE.search(page.file.src_uri) else content
 
 
 def links(page: File) -> Iterator[Path]:

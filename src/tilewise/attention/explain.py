@@ -1,5 +1,6 @@
-"""Explain which back end would run a call, with which tiles, and why others refuse."""
+"""Explain which back end would run a call, with which tiles, why others refuse, and what functions became."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,15 +10,30 @@ from typing_extensions import Unpack
 from ..call.backend import BACKWARD, FORWARD, candidates, planned, refusals, select
 from ..call.check import check_arguments, describe, describe_fake
 from ..call.operands import Operands
-from ..call.options import Everything, spell_out
+from ..call.options import Everything, as_mask, as_scores, spell_out
 from ..call.problem import Problem, matmul_setting, target_of
 from ..call.recipe import Recipe
+from ..program.bounds import Grid, hides_later_keys, limits, look, tiles
+from ..program.shape import shape
 from ..quantize.codes import empty_codes
+from ..values.function import Function
+from ..values.masks import Mask
 from ..values.quantized import Quantized, describe_conversion
+from ..values.score import Score
 from .api import SIGNATURE, with_defaults
 
 SLOWER, LATER = "measured slower here", "{} is asked first"
 """Why a back end that can run a call does not."""
+CLASSES = {
+    "A": "class A, one interval of keys a row, which gives the tiles",
+    "B": "class B, arithmetic bounds what a tile shows",
+    "C": "class C, only entries tell what a tile shows",
+}
+"""What the text of a mask says of its tiles."""
+SIDE = 128
+"""Rows and keys of the tiles that are counted."""
+MOST_TILES, MOST_ENTRIES = 1 << 16, 1 << 24
+"""The most that are counted, and the most of their entries that are evaluated."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +42,7 @@ class Explanation:
 
     `backend` is None if every back end refuses. `refusals` holds the reasons against each one. `backward` is another
     name than `backend` where gradients are faster on that one; `backward_tiles` are its tiles. `asked` is the one that
-    the call names.
+    the call names. `functions` says what masks and scores that are functions became, and which tiles the mask leaves.
     """
 
     backend: str | None
@@ -35,6 +51,7 @@ class Explanation:
     backward: str | None = None
     backward_tiles: str = ""
     asked: str | None = None
+    functions: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines, first = [f"{'back end':<10}{'verdict'}"], True
@@ -52,7 +69,7 @@ class Explanation:
                 why = why.format(self.backend)
                 lines.append(f"{name:<10}can run it; {why}")
             first = first and name != self.backend
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.functions])
 
 
 def explain(
@@ -70,8 +87,8 @@ def explain(
         device: None means q's device; "cpu", "sm_90", "gfx942", … name a chip that this machine need not have.
 
     Returns:
-        An Explanation with .backend (None if all refuse), .tiles, .refusals, .backward and .backward_tiles. Print it to
-        see a table.
+        An Explanation with .backend (None if all refuse), .tiles, .refusals, .backward, .backward_tiles and .functions.
+        Print it to see a table.
 
     Raises:
         TypeError, ValueError: as for `attention`.
@@ -79,11 +96,12 @@ def explain(
     chosen = {
         name: value for name, value in with_defaults("explain", options).items() if name not in ("seed", "return_lse")
     }
-    x, recipe, longest = check_arguments(q, k, v, **chosen)
+    mask, scores = as_mask(chosen["mask"]), as_scores(chosen["score"])
+    x, recipe, longest = check_arguments(q, k, v, **chosen | {"mask": mask, "score": scores})
     problem = problem_on(x, recipe, longest, device)
-    against = refusals(problem)
+    against, functions = refusals(problem), became(mask, scores, problem)
     if all(against[name] for name in candidates(problem)):
-        return Explanation(None, "", against)
+        return Explanation(None, "", against, functions=functions)
     of_backward = problem.products.for_backward(problem)
     one = other = select(problem, FORWARD).name
     first, second = planned(problem, FORWARD).describe(), ()
@@ -92,10 +110,47 @@ def explain(
     if one == other:  # what holds for both passes comes last
         first = second = *(phrase for phrase in first if phrase not in second), *second
     tiles = *first, *approximate(problem), *describe_conversion(q, x[:3])
-    return Explanation(one, "; ".join(tiles), against, other, "; ".join(second), recipe.backend)
+    return Explanation(one, "; ".join(tiles), against, other, "; ".join(second), recipe.backend, functions)
 
 
 spell_out(explain, SIGNATURE)
+
+
+def became(mask: Mask, scores: Sequence[Score], p: Problem) -> tuple[str, ...]:
+    """Say what masks and scores that are functions became, and which tiles the whole mask leaves."""
+    masks = [part for part in mask.parts if isinstance(part, Function)]
+    changes = [score for score in scores if isinstance(score, Function)]
+    said = [f"{one.place}: {_of_mask(one)}" for one in masks] + [f"{one.place}: {_of_score(one)}" for one in changes]
+    return (*said, *_shown(mask, p)) if masks else tuple(said)
+
+
+def _of_mask(mask: Function) -> str:
+    """Say how tiles of a function are found."""
+    return CLASSES[shape(mask.text).name] + "; it hides later keys, j > i" * hides_later_keys(mask.text)
+
+
+def _of_score(score: Function) -> str:
+    """Say what bounds the logits of a function, and which of its tensors learn."""
+    found = limits(score.text)
+    learning = sum(t.is_floating_point() and t.requires_grad for t in score.given)
+    of = f"; {learning} of {len(score.given)} captured tensors get gradients" if score.given else ""
+    return (f"logits lie between {found[0]:g} and {found[1]:g}" if found else "logits may have any size") + of
+
+
+def _shown(mask: Mask, p: Problem) -> list[str]:
+    """Count the tiles of a mask; nothing where sequences differ in length, or there are too many."""
+    found = mask.traced
+    grid = Grid(p.B, p.H, p.M, p.N, SIDE, SIDE, (found.align == "last") * (p.N - p.M))
+    if not p.layout.uniform or p.B * p.H * -(-p.M // SIDE) * -(-p.N // SIDE) > MOST_TILES:
+        return []
+    some, every = tiles(found.program, found.tensors, found.numbers, grid)
+    known = int((some & ~every).sum()) * SIDE**2 <= MOST_ENTRIES
+    if known:
+        some, every = look(found.program, found.tensors, found.numbers, grid, some, every)
+    count, seen, whole = some.numel(), int(some.sum()), int(every.sum())
+    least, most = ("", "") if known else ("at least ", "at most ")
+    skipped, masked = f"{least}{count - seen} of {count} skipped", f"{most}{seen - whole} masked"
+    return [f"tiles of {SIDE} x {SIDE}: {skipped}, {masked}, {least}{whole} whole"]
 
 
 def approximate(p: Problem) -> list[str]:
