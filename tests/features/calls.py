@@ -302,7 +302,8 @@ def whole_truth(p: Prepared, case: Case, call: Call) -> rule.Results:
         ends = [torch.nn.functional.pad(cu, (batch, 0)) for cu in (call.layout.cu_q, call.layout.cu_k)]
         layout = tw.Varlen(*ends, call.layout.max_q, call.layout.max_k)
         mask = intersect(tuple(_with_heads(_with_entries(part, batch), H, of_q) for part in call.mask.parts))
-        sizes = batch + len(case.lengths), H, case.M, case.N
+        M, N = (max([pair[n] for pair in case.lengths], default=0) for n in (0, 1))
+        sizes = batch + len(case.lengths), H, M, N
         scores = tuple(_of_whole(change, sizes, at, batch, of_q) for change in call.score)
         whole = whole._replace(layout=layout, mask=mask, score=scores)
         true = rule.truth(replace(of_whole, lengths=((0, 0),) * batch + case.lengths), whole)
