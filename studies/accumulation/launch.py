@@ -9,9 +9,10 @@ from torch import Tensor
 from tilewise.call.backend import FORWARD
 from tilewise.call.operands import Operands
 from tilewise.call.problem import Problem
-from tilewise.host.arguments import cdiv, device_values, rows, with_adjacent_rows
+from tilewise.host.arguments import cdiv, rows, with_adjacent_rows
 from tilewise.host.launch import Launch, current_stream, on_device
 from tilewise.host.lists import tile_lists
+from tilewise.host.values import device_values
 from tilewise.tile.ranges import Variant
 from tilewise.triton.backend import backend as portable
 from tilewise.triton.plan import constants, plan

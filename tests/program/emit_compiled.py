@@ -133,7 +133,7 @@ def more(kernel: Any, saturated: Any) -> Iterator[dict[str, Any]]:
     ]
     ends = torch.zeros(3, dtype=torch.int32)
     packed, wide = (
-        moved(mask_part(found["document"], Form("packed"), (ends, ends))),
+        moved(mask_part(found["document"], Form("first", packed=True), (ends, ends))),
         first._replace(wide=True, narrow=True),
     )
     for grad in (False, True):

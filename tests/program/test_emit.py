@@ -89,7 +89,7 @@ def test_rows_are_counted_from_the_first_or_the_last():
     assert torch.equal(mask_of(fn)[0, 0], first)
     assert torch.equal(mask_of(fn, form=Form(), place=())[0, 0], last)
     cu_q, cu_k = torch.tensor([0, 3, 3 + M]), torch.tensor([0, 7, 7 + N])
-    got = mask_of(fn, form=Form(rows="packed"), place=(cu_q, cu_k))
+    got = mask_of(fn, form=Form(rows="first", packed=True), place=(cu_q, cu_k))
     assert torch.equal(got[1, 0], first)  # the first sequence has other lengths than the kernel here
     (got, want), _ = score_of(lambda s, b, h, i, j: s + i, form=Form(), place=())
     assert_close(got, want + (N - M))

@@ -80,13 +80,14 @@ def check_arguments(
         q, k, v = cast(q, kind), cast(k, kind), cast(v, kind)
         if sink is not None and sink.dtype != torch.float32:  # an fp32 sink goes with any type of q
             sink = cast(sink, kind)
-    parts = tuple([part.prepared(lies, q, k) for part in mask.parts]) + mask.tile_lists
+    own = tuple([part.prepared(lies, q, k) for part in mask.parts])
+    parts = own + mask.tile_lists
     check_values(parts + changes)
     products.check_origin(origin)
     if origin.plain:
-        placed = lies.place(mask.parts, origin, q, k)
-        same = all([one is other for one, other in zip(placed, mask.parts, strict=True)])
-        parts = placed + mask.lists * same  # which are of the mask as it was
+        placed = lies.place(own, origin, q, k)
+        same = all([one is other for one, other in zip(placed, own, strict=True)])
+        parts = placed + mask.tile_lists * same  # which are of the mask as it was
         changes = lies.place(changes, origin, q, k)
     captured = [t for value in parts + changes if value.captures for t in value.tensors]
     extra = (*captured, *(() if sink is None else (sink,)), *products.tensors, *lies.tensors)

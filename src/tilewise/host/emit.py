@@ -65,7 +65,8 @@ def compiled(text: str, saturated: Any) -> dict[str, Any]:
 def arguments(text: str, tensors: Sequence[Tensor], numbers: Sequence[Any], place: tuple[Any, ...] = ()) -> Any:
     """Return what a program's device functions captured: numbers, tensors with strides and sizes, where rows begin.
 
-    place: () for `Form.rows` "last", (N - M,) for "first", (cu_q, cu_k) for "packed"; then what `Form.end` names.
+    place: (N - M,), or (cu_q, cu_k) where `Form.packed`, if the functions need it (see `needs_shift`); then what
+    `Form.end` names.
 
     Whole numbers are `odd`, except strides, of which a kernel may rely on multiples of 16.
     """
@@ -113,7 +114,9 @@ def source(text: str, form: Form, hopper: bool = False) -> str:
     captured = _numbers(program)
     for t, rank in _ranks(program).items():
         captured += [f"t{t}", *[f"t{t}_{what}{axis}" for what in ("stride", "size") for axis in range(rank)]]
-    captured += {"last": [], "first": ["shift"], "packed": ["cu_q", "cu_k"]}[form.rows] + [form.end] * bool(form.end)
+    if needs_shift(program, form):
+        captured += ["cu_q", "cu_k"] if form.packed else ["shift"]
+    captured += [form.end] * bool(form.end)
     if program.kinds[program.outputs[0]] == "b":
         made = [_function("keep", ["b", "h", "i", "j", *captured], _mask_lines(program, form))]
         _, _, keys, queries = shape(text)
@@ -139,7 +142,7 @@ def _function(name: str, parameters: list[str], lines: list[str]) -> str:
 
 
 def _mask_lines(program: Program, form: Form) -> list[str]:
-    writer = Statements(program, form, _inputs(program, i="row", j="column"))
+    writer = Statements(program, form, _inputs(program, form, i="row", j="column"))
     lines = [f"row = {_row('i', 'b', form)}", f"column = {_index('j', form)}", *writer.lines]
     (out,) = program.outputs
     found = [writer.names[out]]
@@ -149,9 +152,14 @@ def _mask_lines(program: Program, form: Form) -> list[str]:
     return [*lines, f"return {' & '.join(found)}"]
 
 
+def needs_shift(program: Program, form: Form) -> bool:
+    """Tell whether device functions of a program need N - M."""
+    return form.rows == "first" or "shift" in program.reads[program.outputs[0]]
+
+
 def _range_lines(program: Program, form: Form, of: str) -> list[str]:
     """Return the lines of a function of row i, or of key j: the keys of the row, or the rows of the key."""
-    writer = Statements(program, form, _inputs(program, i="row", j="column"))
+    writer = Statements(program, form, _inputs(program, form, i="row", j="column"))
     ends = [writer.names[out] for out in program.outputs]
     if of == "j":
         ends = [f"({end} + {_shift('b', form)})" for end in ends] if form.rows != "last" else ends
@@ -159,16 +167,16 @@ def _range_lines(program: Program, form: Form, of: str) -> list[str]:
     return [*lines, *writer.lines, f"return {', '.join(ends)}"]
 
 
-def _inputs(program: Program, **names: str) -> dict[str, str]:
+def _inputs(program: Program, form: Form, **names: str) -> dict[str, str]:
     """Return what a program's inputs are in a source: these names, and the whole numbers that `odd` made."""
     whole = {name: f"({name} >> 1)" for name in _numbers(program) if name[0] == "i"}
-    return {**names, **whole}
+    return {"shift": _shift(names.get("b", "b"), form), **names, **whole}
 
 
 def _score_lines(program: Program, form: Form, hopper: bool, given: str) -> list[str]:
     """Return the lines of a function of a tile `given`: S or dS."""
     names = {"g": "dS", OUTPUT: "T", "b": "at.b", "h": "at.h", "i": "(row0 + row)", "j": "(column0 + column)"}
-    writer = Statements(program, form, _inputs(program, **names), tile=True, hopper=hopper)
+    writer = Statements(program, form, _inputs(program, form, **names), tile=True, hopper=hopper)
     lines = [f"row0 = {_row('at.i0', 'at.b', form)}", f"column0 = {_index('at.j0', form)}"]
     lines += ["row = at.i", "column = at.j", "s = S * unit", *writer.lines]
     out = program.outputs[0]
@@ -192,7 +200,7 @@ def _row(name: str, b: str, form: Form) -> str:
 
 def _shift(b: str, form: Form) -> str:
     """Return N - M."""
-    if form.rows == "first":
+    if not form.packed:
         return "(shift >> 1)"
     return f"({_of_sequence('cu_k', b)} - {_of_sequence('cu_q', b)}).to(tl.int32)"
 

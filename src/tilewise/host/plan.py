@@ -29,7 +29,7 @@ class Launched:
 def unmeasured(p: Problem, name: str) -> str:
     """Return why a back end takes what its kernels have not yet done on a GPU only where its name is given."""
     named = p.recipe.backend == name
-    return "" if named else f"its kernels for functions have not run on a GPU; pass backend={name!r} to run them"
+    return "" if named else f"its kernels for this have not run on a GPU; pass backend={name!r} to run them"
 
 
 def plan_of(

@@ -20,14 +20,15 @@ class Form(NamedTuple):
     """What device functions may rely on, beside the text."""
 
     rows: str = "last"
-    """How i counts rows: "last", as kernels do, the last row being the last key's; "first", from 0, for which N - M is
-    captured; "packed", from 0 in each sequence, for which cu_q and cu_k are."""
+    """How i counts rows: "last", as kernels do, the last row being the last key's; "first", from 0."""
     past: bool = False
     """Whether j <= i in all entries that the mask shows."""
     narrow: bool = False
     """Whether all offsets into captured tensors fit 32 bits."""
     wide: bool = False
     """Whether whole numbers, such as i N + j, may need 64 bits."""
+    packed: bool = False
+    """Whether N - M differs by sequence. Where a program needs it, it captures cu_q and cu_k, else N - M."""
     end: str = ""
     """What is captured so that scores are 0 in a tile's rows behind the last, where P is 0 and logits must be finite:
     "N", "keys" for cu_k, or nothing where they are finite anyway."""

@@ -6,13 +6,14 @@ from typing import Any
 from torch import Tensor
 
 from ..call.problem import Problem, once
+from ..program import Aligned
 from ..program.arithmetic import Bounds
 from ..program.program import Builder, decode, literal, operands
 from ..tile import masks, scores
 from ..tile.rows import Packed
 from ..values.tables import TileList
 from .arguments import lengths, odd, packed_by
-from .emit import arguments, functions, is_finite
+from .emit import arguments, functions, is_finite, needs_shift
 from .statements import Form
 
 DEVICE_MASKS: Any = masks
@@ -45,46 +46,56 @@ def _device_values(p: Problem, extra: tuple[Tensor, ...], own: Any) -> tuple[Any
 
 
 def _mask_part(p: Problem, mask: Any, where: Packed | None) -> masks.Part:
-    if not mask.device:
-        form = form_of(p, mask, where)
-        made = functions(mask.text, form)
-        ends = [made.get(name, DEVICE_MASKS.everywhere) for name in ("keys", "queries")]
-        return masks.Part(made["keep"], *ends, captured(p, mask, form, where))
-    keep = getattr(DEVICE_MASKS, f"{mask.device}_keep")
-    if not mask.interval:
-        return masks.Part(keep, DEVICE_MASKS.everywhere, DEVICE_MASKS.everywhere, mask.arguments(p))
-    keys, queries = (getattr(DEVICE_MASKS, f"{mask.device}_{side}") for side in ("keys", "queries"))
-    return masks.Part(keep, keys, queries, mask.arguments(p))
+    if _by_hand(mask, where):
+        keep = getattr(DEVICE_MASKS, f"{mask.device}_keep")
+        if not mask.interval:
+            return masks.Part(keep, DEVICE_MASKS.everywhere, DEVICE_MASKS.everywhere, mask.arguments(p))
+        keys, queries = (getattr(DEVICE_MASKS, f"{mask.device}_{side}") for side in ("keys", "queries"))
+        return masks.Part(keep, keys, queries, mask.arguments(p))
+    traced = mask.traced
+    form = form_of(p, traced, where)
+    made = functions(traced.program.text, form)
+    keys, queries = (made.get(name, DEVICE_MASKS.everywhere) for name in ("keys", "queries"))
+    return masks.Part(made["keep"], keys, queries, captured(p, traced, form, where))
 
 
 def _score_part(p: Problem, score: Any, unit: float, own: Any, where: Packed | None) -> scores.Part:
-    if not score.device:
-        form = form_of(p, score, where)
-        made = functions(score.text, form, getattr(own, "saturated", None))
-        return scores.Part(made["fn"], made["grad"], unit, captured(p, score, form, where))
-    past = f"{score.device}_past"  # a simpler form for masks that hide later keys
-    device = past if p.past and hasattr(own, f"{past}_fn") else score.device
-    names = f"{device}_fn", f"{device}_grad"
-    fn, grad = (getattr(own if hasattr(own, name) else DEVICE_SCORES, name) for name in names)
-    return scores.Part(fn, grad, unit, score.arguments(p))
+    if _by_hand(score, where):
+        past = f"{score.device}_past"  # a simpler form for masks that hide later keys
+        device = past if p.past and hasattr(own, f"{past}_fn") else score.device
+        names = f"{device}_fn", f"{device}_grad"
+        fn, grad = (getattr(own if hasattr(own, name) else DEVICE_SCORES, name) for name in names)
+        return scores.Part(fn, grad, unit, score.arguments(p))
+    traced = score.traced
+    form = form_of(p, traced, where, p.past)
+    made = functions(traced.program.text, form, getattr(own, "saturated", None))
+    return scores.Part(made["fn"], made["grad"], unit, captured(p, traced, form, where))
 
 
-def captured(p: Problem, value: Any, form: Form, where: Packed | None) -> tuple[Any, ...]:
+def _by_hand(value: Any, where: Packed | None) -> bool:
+    """Tell whether a value has device functions written by hand. Those of tables know no packed sequences."""
+    return bool(value.device) and (where is None or value.varlen)
+
+
+def captured(p: Problem, traced: Aligned, form: Form, where: Packed | None) -> tuple[Any, ...]:
     """Return what the device functions of a program captured; `where`: the sequences, if they are packed."""
     shift: Any = (p.N - p.M,) if where is None else where[:2]
     end: Any = p.N if where is None else where.cu_k
-    place = (*(shift if form.rows != "last" else ()), *([end] if form.end else []))
-    return arguments(value.text, value.tensors, value.numbers, place)
+    place = (*(shift if needs_shift(traced.program, form) else ()), *([end] if form.end else []))
+    return arguments(traced.program.text, traced.tensors, traced.numbers, place)
 
 
-def form_of(p: Problem, value: Any, where: Packed | None) -> Form:
-    """Return what device functions of a program may rely on in a problem."""
-    rows = "last" if value.align == "last" else "first" if where is None else "packed"
+def form_of(p: Problem, traced: Aligned, where: Packed | None, past: bool = False) -> Form:
+    """Return what device functions of a program may rely on in a problem.
+
+    past: whether the mask hides later keys, which says something of scores alone.
+    """
+    program, tensors, _, rows = traced
     greatest = p.B - 1, p.H - 1, max(p.M, p.N) + STICKS_OUT, p.N + STICKS_OUT
-    narrow = all([_last(t) < MOST for t in value.tensors])
-    past = p.past and rows == "last" and value.what == "score"
-    end = "" if value.what == "mask" or is_finite(value.text) else "N" if where is None else "keys"
-    return Form(rows, past, narrow, exceeds(value.text, *greatest), end)
+    narrow = all([_last(t) < MOST for t in tensors])
+    of_mask = program.kinds[program.outputs[0]] == "b"
+    end = "" if of_mask or is_finite(program.text) else "N" if where is None else "keys"
+    return Form(rows, past and rows == "last", narrow, exceeds(program.text, *greatest), where is not None, end)
 
 
 def _last(t: Any) -> int:

@@ -202,11 +202,14 @@ class Function(Value):
         ]
         return [tuple([max(dim, default=None) for dim in each]) for each in least]  # type: ignore[type-var]
 
+    def of_heads(self, h: slice) -> Any:
+        return self  # the program reads h itself
+
     def fits(self, shape: tuple[int, ...], whole: tuple[Any, ...]) -> bool:  # type: ignore[override]
         return all([least is None or size >= least for size, least in zip(shape, whole, strict=False)])
 
     def allowed(self, n: int, whole: tuple[Any, ...]) -> str:  # type: ignore[override]
-        letters = self.indexed_by[n]
+        letters = indices(self.text, len(self.given))[n]
         least = [
             f"{size} in dimension {dim}, which {' and '.join({'B': 'b', 'H': 'h', 'N': 'j'}[c] for c in sorted(own))} "
             f"index{'es' * (len(own) == 1)}"

@@ -120,6 +120,7 @@ class SoftCap(Score):
     def limit(cls, numbers: tuple[Any, ...]) -> float | None:
         return numbers[0]
 
+
 @dataclass(frozen=True, eq=False)
 class Alibi(Score):
     """Subtract a linear penalty on distance: S - slope * abs(i + N - M - j) (Press et al. 2021).

@@ -262,6 +262,13 @@ class Value(Frozen):
         """Return the value with its tensors on a device; itself if it has none."""
         return self.rebuild(self.plain[1:], tuple([t.to(device) for t in self.tensors])) if self.captures else self
 
+    def of_heads(self, h: slice) -> Any:
+        """Return the value for some heads only."""
+        if not any(["H" in shape for shape in self.shapes]):
+            return self
+        cut = [_of_heads(t, shape, h) for t, shape in zip(self.tensors, self.shapes, strict=True)]
+        return self.rebuild(self.plain[1:], tuple(cut))
+
     def placed(self, place: Any, M: int, N: int) -> Any:
         """Return the value as it is in a call of M rows and N keys at a place (an Origin) of the whole.
 
@@ -310,6 +317,14 @@ class At(Value):
 
     def arguments(self, problem: Any) -> tuple[Any, ...]:
         return (*super().arguments(problem), self.offset)
+
+
+def _of_heads(t: Tensor, shape: str, h: slice) -> Tensor:
+    """Return some heads of a tensor that may lack that dimension of its whole shape, or broadcast it."""
+    after = shape[::-1].find("H")  # dimensions after the heads
+    if not 0 <= after < t.ndim or t.shape[-1 - after] == 1:
+        return t
+    return t[(..., h, *[slice(None)] * after)]
 
 
 def per_batch(lengths: Tensor) -> Tensor:
