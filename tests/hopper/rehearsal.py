@@ -16,8 +16,9 @@ from tilewise.hopper.forward.eight_bits import Codes
 from tilewise.hopper.fp32 import backward_launch as fp32_backward_launch
 from tilewise.hopper.parts.call import Scratch
 from tilewise.hopper.plan import FULL, mixed, plan
-from tilewise.host.arguments import batch_of, device_values, odd, odd_counts, packed
+from tilewise.host.arguments import batch_of, odd, odd_counts, packed
 from tilewise.host.plan import Launched
+from tilewise.host.values import device_values
 from tilewise.tile.cache import Batch
 from tilewise.tile.dropout import Dropout
 from tilewise.tile.masks import Part

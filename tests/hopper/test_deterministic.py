@@ -7,7 +7,8 @@ from hopper.calls import problem
 
 import tilewise as tw
 from tilewise.hopper.backward.deterministic import attention_backward_init_semaphore, semaphore_range
-from tilewise.host.arguments import cdiv, device_values
+from tilewise.host.arguments import cdiv
+from tilewise.host.values import device_values
 from tilewise.tile.ranges import Variant
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="runs in Triton's interpreter")

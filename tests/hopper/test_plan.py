@@ -19,9 +19,9 @@ from tilewise.hopper.fp32 import launch as fp32_launch
 from tilewise.hopper.launch import backward_launches, empty_scratch, forward_launches
 from tilewise.hopper.parts import scores
 from tilewise.hopper.plan import POSTPROCESS_PROCESSORS, main_programs, plan
-from tilewise.host.arguments import DEVICE_SCORES, device_values
 from tilewise.host.launch import Launch
 from tilewise.host.outputs import empty_grads, empty_saved
+from tilewise.host.values import DEVICE_SCORES, device_values
 from tilewise.tile.ranges import Variant
 from tilewise.tile.softmax import LOG2E
 from tilewise.values.masks import Listed

@@ -10,8 +10,9 @@ import triton.language as tl
 import tilewise as tw
 from tilewise.attention.explain import problem_on
 from tilewise.call.check import check_arguments
-from tilewise.host.arguments import device_values, odd
+from tilewise.host.arguments import odd
 from tilewise.host.lists import tile_lists
+from tilewise.host.values import device_values
 from tilewise.tile.masks import key_range_of, query_range_of
 from tilewise.tile.ranges import Place, Variant, key_range, list_at, partial_at, query_range, tile_at
 from tilewise.triton.plan import plan
