@@ -33,21 +33,30 @@ DTYPES = torch.bfloat16, torch.float32
 CALLS = {
     64: (
         "full", "long causal", "causal", "short", "short causal", "scored", "combined", "fp16x3", "bf16x6",
-        "fp16x3 varlen", "biased", "wide", "pages of 16", "decode pages of 16",
+        "fp16x3 varlen", "biased", "wide", "pages of 16", "decode pages of 16", "functions",
     ),
     128: (
         "full", "causal", "single", "short causal", "varlen", "scored", "bounded", "dropout", "placed dropout",
         "combined", "ordered", "grouped", "fp16x3", "bf16x6", "biased", "wide", "wide varlen", "spans", "scored placed",
         "prefix placed", "pages of 8", "pages of 16", "pages of 128", "cache, window",
-        "decode", "decode pages of 16", "decode pages of 128", "decode scored",
+        "decode", "decode pages of 16", "decode pages of 128", "decode scored", "functions", "a causal function",
     ),
     256: ("causal", "dropout", "placed dropout", "grouped", "listed", "biased", "wide", "pages of 16"),
 }  # fmt: skip
 """What is compiled of each head size: every row of the tables, and every kind of kernel once."""
 
 
+def sinks_and_window(b, h, i, j):
+    return ((j <= i) & (i - j < 300)) | (j < 4)
+
+
+def by_distance(s, b, h, i, j, table):
+    return s + table[h, i - j + S]
+
+
 def calls() -> dict[str, dict[str, Any]]:
     """Options of one call per kind of kernel."""
+    table = torch.zeros(H, 2 * S, dtype=torch.bfloat16)
     ints, ends = meta(B, dtype=torch.int32), meta(B + 1, dtype=torch.int32)
     numbers, packed = meta(H, dtype=torch.float32), tw.Varlen(ends, ends, S, S)
     causal, narrow, placed = {"mask": tw.Causal()}, tw.Causal() & tw.Window(300, 0), tw.Origin(64, 128)
@@ -82,6 +91,8 @@ def calls() -> dict[str, dict[str, Any]]:
         "spans": {"mask": tw.Causal() & tw.Spans(*(meta(B, S, dtype=torch.int32) for _ in range(2)))},
         "scored placed": causal | {"score": tw.Alibi(numbers), "origin": placed},
         "prefix placed": {"mask": tw.Prefix(ints), "origin": placed},
+        "functions": {"mask": tw.Mask.of(sinks_and_window), "score": tw.Score.of(by_distance, table).to("meta")},
+        "a causal function": {"mask": tw.Mask.of(lambda b, h, i, j: j <= i, align="last")},
         "biased": causal | {"score": tw.Bias(meta(1, H, S, S, dtype=torch.bfloat16))},
         "scored": causal | {"score": tw.Alibi(numbers)},
         "bounded": causal | {"score": tw.SoftCap(50.0)},

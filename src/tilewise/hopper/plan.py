@@ -258,7 +258,7 @@ def width(p: Problem) -> int:
         (KINDS[name], tuple(numbers)) for name, *numbers in p.recipe.mask if not KINDS[name].captures
     ]
     first, end = zip((-OPEN, OPEN), *(kind.rebuild(numbers, ()).keys(0) for kind, numbers in read_nothing), strict=True)
-    return min(end) - max(first) - 1
+    return int(min(end) - max(first) - 1)
 
 
 def even_section(heads: int, least: int) -> int:

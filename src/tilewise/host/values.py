@@ -125,7 +125,6 @@ def with_lse_shift(p: Problem, changes: tuple[Any, ...], lse: Tensor, where: Pac
     """Return the scores of a backward. With a bias, whose logits may be large, add one that subtracts lse."""
     if not p.biased:
         return changes
-    shift = scores.Part(
-        DEVICE_SCORES.minus_lse_fn, DEVICE_SCORES.minus_lse_grad, 1.0, (lse, where, *map(odd, (p.H, *lengths(p))))
-    )
-    return (*changes, shift)
+    name, of_sequences = ("minus_lse", ()) if where is None else ("minus_lse_packed", (where,))
+    fn, grad = (getattr(DEVICE_SCORES, f"{name}_{kind}") for kind in ("fn", "grad"))
+    return (*changes, scores.Part(fn, grad, 1.0, (lse, *map(odd, (p.H, *lengths(p))), *of_sequences)))

@@ -135,8 +135,14 @@ def bias_grad(dS, S, T, unit, at, bias, batch, head, row_stride, entry, M, N):
 
 
 @triton.jit
-def minus_lse_fn(S, unit, at, lse, packed, H, M, N):
+def minus_lse_fn(S, unit, at, lse, H, M, N):
     """Return S unit - lse: the backward's last score with a bias (see tile/renormalize.py). Counts are 2 n + 1."""
+    return minus_lse_packed_fn(S, unit, at, lse, H, M, N, None)
+
+
+@triton.jit
+def minus_lse_packed_fn(S, unit, at, lse, H, M, N, packed):
+    """Return the same of packed sequences, if `packed` is not None."""
     H, M, N = H >> 1, M >> 1, N >> 1
     q0, length, _, keys = rows_of(packed, at.b, M, N)
     row = tl.minimum(at.i0 + at.i - (keys - length), length - 1)
@@ -145,6 +151,12 @@ def minus_lse_fn(S, unit, at, lse, packed, H, M, N):
 
 
 @triton.jit
-def minus_lse_grad(dS, S, T, unit, at, lse, packed, H, M, N):
+def minus_lse_grad(dS, S, T, unit, at, lse, H, M, N):
     """Return dS: the softmax does not depend on a shift of whole rows."""
+    return dS
+
+
+@triton.jit
+def minus_lse_packed_grad(dS, S, T, unit, at, lse, H, M, N, packed):
+    """Return the same of packed sequences."""
     return dS

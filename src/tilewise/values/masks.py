@@ -145,7 +145,8 @@ class MaskOf(Function, Mask):
         if found is None or self.against_cache():
             return -OPEN, OPEN
         rows = torch.as_tensor(i)
-        entries = torch.arange(b.start or 0, len(rows) if b.stop is None else b.stop, device=rows.device)
+        count = len(rows) if rows.ndim else 1
+        entries = torch.arange(b.start or 0, count if b.stop is None else b.stop, device=rows.device)
         at = {"i": rows, "b": per_batch(entries)}
         lo, hi = run(found, at, self.given, self.numbers)
         return lo, hi
