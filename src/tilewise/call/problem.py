@@ -19,7 +19,7 @@ from ..values.origin import Origin, origin_of
 from ..values.products import PREFERENCE, Products
 from ..values.score import Score
 from .operands import Operands
-from .recipe import KINDS, Recipe, hides_later_keys
+from .recipe import KINDS, Recipe
 
 MAX_HEAD_SIZE = 512
 F = TypeVar("F", bound=Callable[..., Any])
@@ -198,7 +198,12 @@ class Problem(Call):
     @cached_property
     def past(self) -> bool:
         """Tell whether the mask hides every key after its query, as a causal mask does."""
-        return any(map(hides_later_keys, self.recipe.mask))
+        return any([mask.hides_later_keys for mask in self.masks])
+
+    @cached_property
+    def masks(self) -> tuple[Mask, ...]:
+        """Return the mask's parts, with specs in place of tensors."""
+        return self.values(self.extra)[0]  # type: ignore[arg-type]
 
     @cached_property
     def listed(self) -> bool:

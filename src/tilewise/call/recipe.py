@@ -27,18 +27,9 @@ KINDS = Kinds({
 """Every class of mask or score that a recipe can name: those in values/ that name kernel functions; and functions."""
 
 SAVED = (
-    masks.Full,
-    masks.And,
-    masks.Listed,
-    tables.Blocks,
-    *KINDS.values(),
-    Origin,
-    Varlen,
-    Cached,
-    Quantized,
-    EightBits,
+    masks.Full, masks.And, masks.Listed, tables.Blocks, *KINDS.values(), Origin, Varlen, Cached, Quantized, EightBits,
     Padded,
-)
+)  # fmt: skip
 """What torch.load may find."""
 torch.serialization.add_safe_globals([*SAVED])
 for name in ("tilewise.mask", "tilewise.score", "tilewise.layout"):  # where 0.1.0 had them: its files name these
@@ -128,14 +119,6 @@ OPTIONS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Padded, Varlen
 
 def _rebuilt(plain: tuple[Any, ...], tensors: Sequence[Any]) -> Any:
     return OPTIONS[plain[0]].rebuild(plain, tensors)
-
-
-@lru_cache(64)
-def hides_later_keys(part: tuple[Any, ...]) -> bool:
-    """Tell whether a part of a recipe's mask hides every key after its query, whatever its tensors hold."""
-    kind: Any = KINDS[part[0]]
-    nothing = (None,) * len(kind.captures)
-    return kind.rebuild(part[1:], nothing).hides_later_keys
 
 
 def reads_batch(recipe: Recipe) -> bool:

@@ -12,7 +12,7 @@ import torch
 
 from ..call.operands import Operands
 from ..call.problem import Problem, empty_parts, once
-from ..call.recipe import KINDS, hides_later_keys
+from ..call.recipe import KINDS
 from ..host.arguments import cdiv, lengths, scale_of
 from ..host.launch import multiprocessors
 from ..host.outputs import sizes
@@ -231,7 +231,7 @@ def under_diagonal(p: Problem, size: int) -> bool:
     corners."""
     offset = p.layout.common(p.N - p.M)
     aligned = offset % size == 0 and offset >= 0
-    return aligned and bool(p.recipe.mask) and all(hides_later_keys(part) for part in p.recipe.mask)
+    return aligned and bool(p.recipe.mask) and all([mask.hides_later_keys for mask in p.masks])
 
 
 def main_programs(p: Problem, shape: Any) -> int:

@@ -42,13 +42,16 @@ class Ruled(Value):
         """Return the program, with the tensors and numbers that it reads."""
         takes = self.rule_takes
         program = program_of_rule(type(self), tuple([self.sketch(x) for x in takes]))
-        numbers = tuple([x for x in takes if not isinstance(x, Tensor)])
+        numbers = tuple([x for x in takes if not hasattr(x, "dtype")])
         return Aligned(program, self.tensors, numbers, self.align)
 
     @classmethod
     def sketch(cls, x: Any) -> Any:
-        """Return what a program may depend on of a field: a number's type, or a tensor's type and sizes, up to 2."""
-        return (x.dtype, tuple([min(size, 2) for size in x.shape])) if isinstance(x, Tensor) else type(x)
+        """Return what a program may depend on of a field: a number's type, or a tensor's type and sizes, up to 2.
+
+        A spec stands for its tensor.
+        """
+        return (x.dtype, tuple([min(size, 2) for size in x.shape])) if hasattr(x, "dtype") else type(x)
 
     def rows(self, at: Entries) -> Entries:
         """Return entries with i as the rule counts it."""
