@@ -207,7 +207,8 @@ class CausalListed(tw.Mask):
     interval = False
     varlen = False
 
-    def keep(self, i, j, shift):
+    @staticmethod
+    def rule(b, h, i, j):
         return j <= i
 
 
