@@ -1,6 +1,6 @@
 """Launches: turn a problem and its operands into kernel arguments."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -20,7 +20,8 @@ from ..host.arguments import (
     with_adjacent_rows,
     with_contiguous_lse,
 )
-from ..host.bias import bias_launches, renormalize_launches
+from ..host.bias import renormalize_launches
+from ..host.gather import Recompute, add_sums, empty_sums, gather_launches
 from ..host.launch import Launch, current_stream
 from ..host.lists import tile_lists
 from ..host.outputs import empty_grads, empty_saved, fill_empty
@@ -64,9 +65,12 @@ def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None,
     saved, dlse = with_contiguous_lse(saved, dlse)
     scratch = empty_scratch(p, x)
     stream = current_stream(x.q.device)
-    tensors = [*x[:3], *x.extra, *saved[:3], do, dlse, *scratch, *grads[:3], *grads.extra]
+    sums = empty_sums(p, x, grads, pl.bias)
+    tensors = [*x[:3], *x.extra, *saved[:3], do, dlse, *scratch, *grads[:3], *grads.extra, *sums]
     replay = pl.replays[unplanned(saved, do, dlse)]
-    replay(stream, tensors, lambda: backward_launches(p, pl, x, saved, do, dlse, scratch, grads))
+    replay(stream, tensors, lambda: backward_launches(p, pl, x, saved, do, dlse, scratch, grads, sums))
+    if sums:
+        add_sums(p, x, grads, sums, lambda: recompute(p, pl, x, saved, do, dlse, scratch), stream)
     return with_sink(p, x, saved.lse, grads, lambda: scratch.delta[..., : saved.lse.shape[-1]])
 
 
@@ -102,9 +106,9 @@ def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved) -> Iterato
 
 def backward_launches(
     p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, scratch: RowValues,
-    grads: Grads,
+    grads: Grads, sums: Sequence[Tensor | None],
 ) -> Iterator[Launch]:  # fmt: skip
-    """Yield launches for the row values (in scratch), dK and dV, dQ, and each bias with a gradient."""
+    """Yield launches for the row values (in scratch), dK and dV, dQ, and tensors of scores that learn."""
     where, lse, key = packed(p, x), saved.lse, unplanned(saved, do, dlse)
     M, N = lengths(p)
     parts, changes, _ = device_values(p, x.extra)
@@ -133,5 +137,18 @@ def backward_launches(
         )  # fmt: skip
         yield Launch(kernel, p.B * H * count, arguments, constants(p, pl, row), pl.compiled, key)
 
-    of_bias = constants(p, pl, pl.bias)
-    yield from bias_launches(p, given, variant, pl.unit, stride, grads, pl.bias, of_bias, pl, key)
+    if sums:
+        yield from gather_launches(recompute(p, pl, x, saved, do, dlse, scratch), sums)
+
+
+def recompute(
+    p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, scratch: RowValues
+) -> Recompute:
+    """Return what launches for tensors of scores share."""
+    parts, changes, _ = device_values(p, x.extra)
+    variant = Variant(parts, with_lse_shift(p, changes, saved.lse), dropout(p, saved.seed), None)
+    given, stride = (*(rows(t) for t in (*x[:3], do)), scratch), scratch.logs.shape[-1]
+    return Recompute(
+        p, x.extra, given, variant, pl.unit, stride, 1, pl.bias, constants(p, pl, pl.bias), pl,
+        unplanned(saved, do, dlse),
+    )  # fmt: skip
