@@ -1,25 +1,46 @@
-"""The launch that a bias needs: row sums where lse is too large to hold log l."""
+"""Launches that recompute tiles of S beside a backward's main kernels: of row sums, where lse is too large to hold log
+l, which only a bias needs. For the others see gather.py."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ..call.problem import Problem
 from ..tile.renormalize import attention_backward_renormalize
-from .arguments import cdiv
+from .arguments import cdiv, lengths, packed_by
 from .launch import Launch
 
 
-def renormalize_launches(
-    p: Problem, given: Any, lse: Tensor, variant: Any, unit: float, stride: int, tiles: Any, constants: Any, pl: Any,
-    key: Any,
-) -> list[Launch]:  # fmt: skip
-    """Return the launch that overwrites L by the log of the row sums of P, which only a bias needs.
+class Recompute(NamedTuple):
+    """What such launches share."""
 
-    It runs after the kernel that computes L from lse (tile/renormalize.py says why). `given` are Q, K and L.
+    p: Problem
+    extra: tuple[Tensor, ...]
+    operands: tuple[Any, ...]
+    """Q, K, V, dO and the backward's `RowValues`."""
+    lse: Tensor
+    variant: Any
+    """Without lists."""
+    unit: float
+    stride: int
+    """Row values of a head."""
+    block: int
+    """Row values of a block, where packed sequences begin at blocks of their own; else 1."""
+    tiles: Any
+    constants: dict[str, Any]
+    pl: Any
+    key: Any
+
+
+def renormalize_launch(c: Recompute) -> Launch:
+    """Return the launch that overwrites L by the log of the row sums of P.
+
+    It runs after the kernel that computes L from lse (tile/renormalize.py says why).
     """
-    if not p.biased:
-        return []
-    count = cdiv(p.M, tiles.B_r)
-    arguments = (*given, lse, variant, unit, p.M, p.N, p.H, count, stride)
-    return [Launch(attention_backward_renormalize, p.B * p.H * count, arguments, constants, pl.compiled, key)]
+    p, (q, k, _, _, scratch) = c.p, c.operands
+    count = cdiv(p.M, c.tiles.B_r)
+    arguments = (
+        q, k, scratch.logs, c.lse, packed_by(p, c.extra), c.variant, c.unit, *lengths(p), p.H, count, c.stride,
+    )  # fmt: skip
+    constants = {"BLOCK": c.block, **c.constants}
+    return Launch(attention_backward_renormalize, p.B * p.H * count, arguments, constants, c.pl.compiled, c.key)

@@ -14,8 +14,9 @@ from ..program.join import Aligned
 from ..program.program import Program, literal, operands
 from ..program.trace import trace
 from ..tile.gather import Gather, Orbits, Sums, Way, attention_backward_gather
-from ..values.score import Alibi, Bias, Score, ScoreOf
-from .arguments import cdiv, odd, packed_by
+from ..values.score import Alibi, Score, ScoreOf
+from .arguments import cdiv, lengths, odd, packed_by
+from .bias import Recompute
 from .emit import gather_functions
 from .launch import Launch, multiprocessors
 from .values import captured, form_of
@@ -54,25 +55,6 @@ class Orbited(NamedTuple):
     orbits: int
     """Those of one head of one batch entry."""
     parts: int
-
-
-class Recompute(NamedTuple):
-    """What the launches of a backward share."""
-
-    p: Problem
-    extra: tuple[Tensor, ...]
-    operands: tuple[Any, ...]
-    """Q, K, V, dO and the backward's `RowValues`."""
-    variant: Any
-    unit: float
-    stride: int
-    """Row values a head."""
-    block: int
-    """Row values a block, where packed sequences have blocks of their own; else 1."""
-    tiles: Any
-    constants: dict[str, Any]
-    pl: Any
-    key: Any
 
 
 def traced(score: Score) -> Aligned:
@@ -236,19 +218,16 @@ def launch_of(c: Recompute, read: Read, to: Sums, add: bool, first: int = 0, cou
     sizes = dict(zip(read.dims or (), p.extra[read.tensor].shape, strict=False))
     rows, columns = min(p.M, sizes.get("i", 1)), min(p.N, sizes.get("j", 1))
     counts = Orbits(*map(odd, (
-        parts, first, count, heads, cdiv(p.M, tiles.B_r), cdiv(p.N, tiles.B_c), p.B // batch, p.H // heads, rows, columns,
+        parts, first, count, heads, cdiv(p.M, tiles.B_r), cdiv(p.N, tiles.B_c), p.B // batch, p.H // heads, rows,
+        columns,
     )))  # fmt: skip
     way = Way(read.score, "i" in read.by, "j" in read.by, read.diagonal, add, c.block)
     arguments = (
-        *c.operands, to, packed_by(p, c.extra), c.variant, gather, c.unit, *_lengths(p), p.H, c.stride, counts,
+        *c.operands, to, packed_by(p, c.extra), c.variant, gather, c.unit, *lengths(p), p.H, c.stride, counts,
     )  # fmt: skip
     key = c.key, read, add, to.ptr.dtype, to.ptr.data_ptr() % 16
     constants = {"way": way, **c.constants}
     return Launch(attention_backward_gather, batch * heads * count * parts, arguments, constants, c.pl.compiled, key)
-
-
-def _lengths(p: Problem) -> tuple[int, int]:
-    return p.q.shape[-3], p.sizes.keys
 
 
 def add_sums(
@@ -261,11 +240,9 @@ def add_sums(
         grad: Any = grads.extra[read.tensor]
         if own is grad:
             continue
-        if own is None:
-            own = _in_order(recompute(), read, grad.shape, stream)
-        elif read.dims is not None:
-            own = own.sum(0)
-        totals[read.tensor] = totals[read.tensor] + own if read.tensor in totals else own
+        found = _in_order(recompute(), read, grad.shape, stream) if own is None else own
+        found = found.sum(0) if found.ndim > grad.ndim else found
+        totals[read.tensor] = totals[read.tensor] + found if read.tensor in totals else found
     for n, total in totals.items():
         grads.extra[n].copy_(total)  # type: ignore[union-attr]
 

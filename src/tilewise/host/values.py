@@ -10,7 +10,7 @@ from ..program.arithmetic import Bounds
 from ..program.program import Builder, decode, literal, operands
 from ..tile import masks, scores
 from ..values.tables import TileList
-from .arguments import odd, packed_by
+from .arguments import lengths, odd, packed_by
 from .emit import arguments, functions
 from .statements import Form
 
@@ -109,11 +109,9 @@ def exceeds(text: str, b: int, h: int, i: int, j: int) -> bool:
     return False
 
 
-def with_lse_shift(p: Problem, changes: tuple[Any, ...], lse: Tensor) -> tuple[Any, ...]:
+def with_lse_shift(p: Problem, changes: tuple[Any, ...], lse: Tensor, extra: tuple[Tensor, ...]) -> tuple[Any, ...]:
     """Return the scores of a backward. With a bias, whose logits may be large, add one that subtracts lse."""
     if not p.biased:
         return changes
-    shift = scores.Part(
-        DEVICE_SCORES.minus_lse_fn, DEVICE_SCORES.minus_lse_grad, 1.0, (lse, *map(odd, (p.H, p.M, p.N)))
-    )
-    return (*changes, shift)
+    given = lse, packed_by(p, extra), *map(odd, (p.H, *lengths(p)))
+    return (*changes, scores.Part(DEVICE_SCORES.minus_lse_fn, DEVICE_SCORES.minus_lse_grad, 1.0, given))

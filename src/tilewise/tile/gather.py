@@ -16,7 +16,7 @@ from .factors import load_left, load_right, product
 from .gradients import scores_gradient
 from .masks import key_tiles
 from .ranges import Place
-from .rows import row_values, rows_of
+from .rows import rows_of, scratch_values
 from .scores import Entries, apply_scores
 
 
@@ -96,15 +96,51 @@ def gather_step(
 
 
 @triton.jit
-def first_tile(start, tiles_c, DOWN: tl.constexpr, ALONG: tl.constexpr):
-    """Return row and column of the first tile of a diagonal. First come those that begin in the first row of squares,
-    then those in the first column. A square has DOWN by ALONG tiles."""
-    left = start - DOWN * tiles_c
-    along = tl.minimum(ALONG, tiles_c)
-    return (
-        tl.where(left < 0, start // tiles_c, DOWN + left // along),
-        tl.where(left < 0, start % tiles_c, left % along),
-    )  # fmt: skip
+def first_tile(start, tiles_r, tiles_c, way: tl.constexpr, DOWN: tl.constexpr, ALONG: tl.constexpr):
+    """Return row and column of an orbit's first tile, and how many rows of tiles it has; the next is DOWN by ALONG
+    further.
+
+    Of diagonals, first come those that begin in the first row of squares, then those in the first column. A square has
+    DOWN by ALONG tiles.
+    """
+    if way.DIAGONAL:
+        left = start - DOWN * tiles_c
+        along = tl.minimum(ALONG, tiles_c)
+        t_r = tl.where(left < 0, start // tiles_c, DOWN + left // along)
+        t_c = tl.where(left < 0, start % tiles_c, left % along)
+        return t_r, t_c, tl.minimum(tl.cdiv(tiles_r - t_r, DOWN), tl.cdiv(tiles_c - t_c, ALONG))
+    else:
+        across = tiles_c if way.BY_COLUMN else 1
+        return start // across, start % across, 1 if way.BY_ROW else tiles_r
+
+
+@triton.jit
+def store_sums(
+    acc, gather, sums, packed, part, b, h, own, t_r, t_c, M, N, orbits, way: tl.constexpr, tile: tl.constexpr
+):
+    """Sum over rows and columns that the index does not read, and store or add that."""
+    if not way.BY_ROW:
+        acc = tl.sum(acc, 0, keep_dims=True)
+    if not way.BY_COLUMN:
+        acc = tl.sum(acc, 1, keep_dims=True)
+    i, j = tl.arange(0, acc.shape[0])[:, None], tl.arange(0, acc.shape[1])[None, :]
+    i0, j0 = t_r * tile.B_R, t_c * tile.B_C
+    to = part.to(tl.int64) * sums.part + b.to(tl.int64) * sums.batch + h.to(tl.int64) * sums.head
+    if gather.offset is None:
+        to += (i0 + i).to(tl.int64) * sums.row + (j0 + j).to(tl.int64) * sums.column
+        inside = (i0 + i < orbits.rows >> 1) & (j0 + j < orbits.columns >> 1)
+        tl.store(sums.ptr + to, acc.to(sums.ptr.dtype.element_ty), mask=inside)
+    else:
+        _, m, _, n = rows_of(packed, b, M, N)
+        offset, inside = gather.offset(Entries(b, h, i0 + n - m, i, j0, j), *gather.captured)
+        inside = inside & (acc != 0.0)
+        offset = tl.zeros(acc.shape, tl.int64) + offset
+        if way.ADD:
+            tl.atomic_add(sums.ptr + offset, acc, mask=inside, sem="relaxed")
+        else:
+            to += tl.cast(own, tl.int64) * sums.row + i * acc.shape[1] + j
+            tl.store(sums.ptr + to, acc)
+            tl.store(sums.offsets + to, tl.where(inside, offset, -1))
 
 
 @triton.jit(do_not_specialize=["sums", "packed", "variant", "gather", "M", "N", "H", "stride", "orbits"])
@@ -113,26 +149,16 @@ def attention_backward_gather(
     way: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     """Sum one part of an orbit. Scratch has `stride` numbers a head."""
-    G: tl.constexpr = tile.G
     B_R: tl.constexpr = tile.B_R
     B_C: tl.constexpr = tile.B_C
-    SQUARE: tl.constexpr = max(B_R, B_C)
-    parts, heads, h_each = orbits.parts >> 1, orbits.heads >> 1, orbits.h_each >> 1
+    DOWN: tl.constexpr = max(B_R, B_C) // B_R if way.DIAGONAL else 1
+    ALONG: tl.constexpr = max(B_R, B_C) // B_C if way.DIAGONAL else 0
+    parts, count, heads, h_each = orbits.parts >> 1, orbits.count >> 1, orbits.heads >> 1, orbits.h_each >> 1
     tiles_r, tiles_c = orbits.tiles_r >> 1, orbits.tiles_c >> 1
     program = tl.program_id(0)
-    part, orbit = program % parts, program // parts
-    own, orbit = orbit % (orbits.count >> 1), orbit // (orbits.count >> 1)
-    h0, b0 = orbit % heads, orbit // heads
-    start = own + (orbits.first >> 1)
-    DOWN: tl.constexpr = SQUARE // B_R if way.DIAGONAL else 1
-    ALONG: tl.constexpr = SQUARE // B_C if way.DIAGONAL else 0
-    if way.DIAGONAL:
-        t_r, t_c = first_tile(start, tiles_c, DOWN, ALONG)
-        each = tl.minimum(tl.cdiv(tiles_r - t_r, DOWN), tl.cdiv(tiles_c - t_c, ALONG))
-    else:
-        across = tiles_c if way.BY_COLUMN else 1
-        t_r, t_c = start // across, start % across
-        each = 1 if way.BY_ROW else tiles_r
+    part, own = program % parts, program // parts % count
+    h0, b0 = program // parts // count % heads, program // parts // count // heads
+    t_r, t_c, each = first_tile(own + (orbits.first >> 1), tiles_r, tiles_c, way, DOWN, ALONG)
     wide = 1 if way.BY_COLUMN else tiles_c
     steps = (orbits.b_each >> 1) * h_each * each
     some = tl.cdiv(steps, parts)
@@ -140,46 +166,21 @@ def attention_backward_gather(
     for x in range(part * some, tl.minimum(part * some + some, steps)):
         h, b = h0 + x // each % h_each, b0 + x // each // h_each
         q0, m, k0, n = rows_of(packed, b, M, N)
-        i0 = (t_r + x % each * DOWN) * B_R
+        i0, first = (t_r + x % each * DOWN) * B_R, t_c + x % each * ALONG
         place = Place(b, h, b * H + h, i0, m, n, n - m)
-        first_row = i0 + n - m
-        lo, _, _, hi = key_tiles(variant.mask, b, first_row, tl.minimum(first_row + B_R, n) - 1, n, B_C)
-        lo = tl.maximum(lo, t_c + x % each * ALONG)
-        hi = tl.where(i0 < m, tl.minimum(hi, t_c + x % each * ALONG + wide), 0)
+        row = i0 + n - m
+        lo, _, _, hi = key_tiles(variant.mask, b, row, tl.minimum(row + B_R, n) - 1, n, B_C)
+        lo, hi = tl.maximum(lo, first), tl.where(i0 < m, tl.minimum(hi, first + wide), 0)
         if lo < hi:
             q = load_left(block(Q, b, h, q0, B_R, tile.d), i0, m, True, tile.PRECISION)  # (B_r, d)
             do = load_left(block(dO, b, h, q0, B_R, tile.d_v), i0, m, True, tile.PRECISION)  # (B_r, d_v)
-            if packed is None or way.BLOCK == 1:
-                at_row = row_values(0, packed, b, h, H, q0, stride)
-            else:
-                at_row = h.to(tl.int64) * stride + (q0 // way.BLOCK + b) * way.BLOCK
-            logs = load_row_values(scratch.logs + at_row, i0, B_R, m, float("inf"), True)[:, None]
-            delta = load_row_values(scratch.delta + at_row, i0, B_R, m, 0.0, True)[:, None]
-            keys, values = block(K, b, h // G, k0, B_C, tile.d), block(V, b, h // G, k0, B_C, tile.d_v)
+            at = scratch_values(packed, b, h, H, q0, stride, way.BLOCK)
+            logs = load_row_values(scratch.logs + at, i0, B_R, m, float("inf"), True)[:, None]
+            delta = load_row_values(scratch.delta + at, i0, B_R, m, 0.0, True)[:, None]
+            keys, values = block(K, b, h // tile.G, k0, B_C, tile.d), block(V, b, h // tile.G, k0, B_C, tile.d_v)
             for c in range(lo, hi):
                 acc = gather_step(
                     acc, q, do, logs, delta, keys, values, place, c * B_C, variant, gather, unit, way.SCORE,
                     tile.PRECISION,
                 )  # fmt: skip
-    if not way.BY_ROW:
-        acc = tl.sum(acc, 0, keep_dims=True)
-    if not way.BY_COLUMN:
-        acc = tl.sum(acc, 1, keep_dims=True)
-    i, j = tl.arange(0, acc.shape[0])[:, None], tl.arange(0, acc.shape[1])[None, :]
-    i0, j0 = t_r * B_R, t_c * B_C
-    if gather.offset is None:
-        to = sums.ptr + part.to(tl.int64) * sums.part + b0.to(tl.int64) * sums.batch + h0.to(tl.int64) * sums.head
-        to += (i0 + i).to(tl.int64) * sums.row + (j0 + j).to(tl.int64) * sums.column
-        inside = (i0 + i < orbits.rows >> 1) & (j0 + j < orbits.columns >> 1)
-        tl.store(to, acc.to(sums.ptr.dtype.element_ty), mask=inside)
-    else:
-        _, m, _, n = rows_of(packed, b0, M, N)
-        offset, inside = gather.offset(Entries(b0, h0, i0 + n - m, i, j0, j), *gather.captured)
-        offset = tl.zeros(acc.shape, tl.int64) + offset
-        if way.ADD:
-            tl.atomic_add(sums.ptr + offset, acc, mask=inside & (acc != 0.0), sem="relaxed")
-        else:
-            to = part.to(tl.int64) * sums.part + b0.to(tl.int64) * sums.batch + h0.to(tl.int64) * sums.head
-            to += tl.cast(own, tl.int64) * sums.row + i * acc.shape[1] + j
-            tl.store(sums.ptr + to, acc)
-            tl.store(sums.offsets + to, tl.where(inside & (acc != 0.0), offset, -1))
+    store_sums(acc, gather, sums, packed, part, b0, h0, own, t_r, t_c, M, N, orbits, way, tile)

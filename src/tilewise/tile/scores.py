@@ -11,6 +11,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from .rows import row_values, rows_of
+
 
 class Entries(NamedTuple):
     """Locate the entries of a tile of S: batch entry b, head h, rows i0 + i (shifted by N - M), columns j0 + j. They
@@ -133,15 +135,16 @@ def bias_grad(dS, S, T, unit, at, bias, batch, head, row_stride, entry, M, N):
 
 
 @triton.jit
-def minus_lse_fn(S, unit, at, lse, H, M, N):
+def minus_lse_fn(S, unit, at, lse, packed, H, M, N):
     """Return S unit - lse: the backward's last score with a bias (see tile/renormalize.py). Counts are 2 n + 1."""
-    H, M, N = H >> 1, M >> 1, N >> 1
+    H, rows_in_all = H >> 1, M >> 1
+    q0, M, _, N = rows_of(packed, at.b, rows_in_all, N >> 1)
     row = tl.minimum(at.i0 + at.i - (N - M), M - 1)
-    logs = tl.load(lse + (at.b.to(tl.int64) * H + at.h) * M + row)
+    logs = tl.load(row_values(lse, packed, at.b, at.h, H, q0, rows_in_all) + row)
     return S * unit - tl.maximum(logs, -3.4028234663852886e38, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def minus_lse_grad(dS, S, T, unit, at, lse, H, M, N):
+def minus_lse_grad(dS, S, T, unit, at, lse, packed, H, M, N):
     """Return dS: the softmax does not depend on a shift of whole rows."""
     return dS

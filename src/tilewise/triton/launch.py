@@ -20,8 +20,8 @@ from ..host.arguments import (
     with_adjacent_rows,
     with_contiguous_lse,
 )
-from ..host.bias import renormalize_launches
-from ..host.gather import Recompute, add_sums, empty_sums, gather_launches
+from ..host.bias import Recompute, renormalize_launch
+from ..host.gather import add_sums, empty_sums, gather_launches
 from ..host.launch import Launch, current_stream
 from ..host.lists import tile_lists
 from ..host.outputs import empty_grads, empty_saved, fill_empty
@@ -35,6 +35,7 @@ from ..tile.rows import RowValues
 from . import backward as kernels
 from .forward import attention_forward
 from .plan import Plan, constants, schedule
+from .tiles import Tiles
 
 DELTA_ROWS = 64
 DELTA_ROWS_WIDE = 16
@@ -70,7 +71,7 @@ def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None,
     replay = pl.replays[unplanned(saved, do, dlse)]
     replay(stream, tensors, lambda: backward_launches(p, pl, x, saved, do, dlse, scratch, grads, sums))
     if sums:
-        add_sums(p, x, grads, sums, lambda: recompute(p, pl, x, saved, do, dlse, scratch), stream)
+        add_sums(p, x, grads, sums, lambda: recompute(p, pl, x, saved, do, dlse, scratch, pl.bias), stream)
     return with_sink(p, x, saved.lse, grads, lambda: scratch.delta[..., : saved.lse.shape[-1]])
 
 
@@ -112,7 +113,7 @@ def backward_launches(
     where, lse, key = packed(p, x), saved.lse, unplanned(saved, do, dlse)
     M, N = lengths(p)
     parts, changes, _ = device_values(p, x.extra)
-    variant = Variant(parts, with_lse_shift(p, changes, lse), dropout(p, saved.seed), None)
+    variant = Variant(parts, with_lse_shift(p, changes, lse, x.extra), dropout(p, saved.seed), None)
 
     delta_rows = DELTA_ROWS if p.D_v <= 256 else DELTA_ROWS_WIDE
     tiles, heads = cdiv(p.M, delta_rows), p.B * p.H
@@ -121,9 +122,9 @@ def backward_launches(
     yield Launch(kernels.attention_backward_delta, heads * tiles, arguments, sizes, pl.compiled, key)
 
     given = (*(rows(t) for t in (*x[:3], do)), scratch)
-    factors, stride = kernels.Factors(pl.unit, p.scale, 1.0), scratch.logs.shape[-1]
-    before = p, (*given[:2], scratch.logs), lse, variant, pl.unit, stride, pl.dq, constants(p, pl, pl.dq), pl, key
-    yield from renormalize_launches(*before)
+    factors, shared = kernels.Factors(pl.unit, p.scale, 1.0), (p, pl, x, saved, do, dlse, scratch)
+    if p.biased:
+        yield renormalize_launch(recompute(*shared, pl.dq))
 
     for kernel, row, by_key, count, H, results in (
         (kernels.attention_backward_dkdv, pl.dkdv, True, cdiv(p.N, pl.dkdv.B_c), p.H_k, grads[1:3]),
@@ -138,17 +139,17 @@ def backward_launches(
         yield Launch(kernel, p.B * H * count, arguments, constants(p, pl, row), pl.compiled, key)
 
     if sums:
-        yield from gather_launches(recompute(p, pl, x, saved, do, dlse, scratch), sums)
+        yield from gather_launches(recompute(*shared, pl.bias), sums)
 
 
 def recompute(
-    p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, scratch: RowValues
-) -> Recompute:
-    """Return what launches for tensors of scores share."""
+    p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, scratch: RowValues, tiles: Tiles,
+) -> Recompute:  # fmt: skip
+    """Return what launches share that recompute S in tiles of a size."""
     parts, changes, _ = device_values(p, x.extra)
-    variant = Variant(parts, with_lse_shift(p, changes, saved.lse), dropout(p, saved.seed), None)
+    variant = Variant(parts, with_lse_shift(p, changes, saved.lse, x.extra), dropout(p, saved.seed), None)
     given, stride = (*(rows(t) for t in (*x[:3], do)), scratch), scratch.logs.shape[-1]
     return Recompute(
-        p, x.extra, given, variant, pl.unit, stride, 1, pl.bias, constants(p, pl, pl.bias), pl,
+        p, x.extra, given, saved.lse, variant, pl.unit, stride, 1, tiles, constants(p, pl, tiles), pl,
         unplanned(saved, do, dlse),
     )  # fmt: skip
