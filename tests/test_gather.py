@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 import tilewise as tw
 

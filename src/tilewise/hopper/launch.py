@@ -84,7 +84,7 @@ def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved, counter: T
 
 def backward_launches(
     p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, scratch: Scratch, grads: Grads,
-    counter: Tensor, sums: Sequence[Tensor | None],
+    counter: Tensor, sums: Sequence[Tensor | None] = (),
 ) -> list[Launch]:  # fmt: skip
     """Return the launches of the backward: lists of tiles or the order of dQ's sums, preprocess, the main kernel, and
     postprocess. The last two each begin while the kernel before ends. Then those for tensors of scores that learn."""

@@ -219,11 +219,11 @@ def launch_of(c: Recompute, read: Read, to: Sums, add: bool, first: int = 0, cou
     rows, columns = min(p.M, sizes.get("i", 1)), min(p.N, sizes.get("j", 1))
     counts = Orbits(*map(odd, (
         parts, first, count, heads, cdiv(p.M, tiles.B_r), cdiv(p.N, tiles.B_c), p.B // batch, p.H // heads, rows,
-        columns,
+        columns, c.stride,
     )))  # fmt: skip
     way = Way(read.score, "i" in read.by, "j" in read.by, read.diagonal, add, c.block)
     arguments = (
-        *c.operands, to, packed_by(p, c.extra), c.variant, gather, c.unit, *lengths(p), p.H, c.stride, counts,
+        *c.operands, to, packed_by(p, c.extra), c.variant, gather, c.unit, *lengths(p), p.H, counts,
     )  # fmt: skip
     key = c.key, read, add, to.ptr.dtype, to.ptr.data_ptr() % 16
     constants = {"way": way, **c.constants}

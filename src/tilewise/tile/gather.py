@@ -62,6 +62,8 @@ class Orbits(NamedTuple):
     rows: object
     """Counts rows that are stored; the next one columns."""
     columns: object
+    stride: object
+    """Counts the row values of a head in scratch."""
 
 
 class Way(NamedTuple):
@@ -143,14 +145,17 @@ def store_sums(
             tl.store(sums.offsets + to, tl.where(inside, offset, -1))
 
 
-@triton.jit(do_not_specialize=["sums", "packed", "variant", "gather", "M", "N", "H", "stride", "orbits"])
+@triton.jit(do_not_specialize=["sums", "packed", "variant", "gather", "M", "N", "H", "orbits"])
 def attention_backward_gather(
-    Q, K, V, dO, scratch, sums, packed, variant, gather, unit, M, N, H, stride, orbits,
+    Q, K, V, dO, scratch, sums, packed, variant, gather, unit, M, N, H, orbits,
     way: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """Sum one part of an orbit. Scratch has `stride` numbers a head."""
+    """Sum one part of an orbit."""
     B_R: tl.constexpr = tile.B_R
     B_C: tl.constexpr = tile.B_C
+    PRECISION: tl.constexpr = tile.PRECISION
+    SCORE: tl.constexpr = way.SCORE
+    BLOCK: tl.constexpr = way.BLOCK
     DOWN: tl.constexpr = max(B_R, B_C) // B_R if way.DIAGONAL else 1
     ALONG: tl.constexpr = max(B_R, B_C) // B_C if way.DIAGONAL else 0
     parts, count, heads, h_each = orbits.parts >> 1, orbits.count >> 1, orbits.heads >> 1, orbits.h_each >> 1
@@ -172,15 +177,14 @@ def attention_backward_gather(
         lo, _, _, hi = key_tiles(variant.mask, b, row, tl.minimum(row + B_R, n) - 1, n, B_C)
         lo, hi = tl.maximum(lo, first), tl.where(i0 < m, tl.minimum(hi, first + wide), 0)
         if lo < hi:
-            q = load_left(block(Q, b, h, q0, B_R, tile.d), i0, m, True, tile.PRECISION)  # (B_r, d)
-            do = load_left(block(dO, b, h, q0, B_R, tile.d_v), i0, m, True, tile.PRECISION)  # (B_r, d_v)
-            at = scratch_values(packed, b, h, H, q0, stride, way.BLOCK)
+            q = load_left(block(Q, b, h, q0, B_R, tile.d), i0, m, True, PRECISION)  # (B_r, d)
+            do = load_left(block(dO, b, h, q0, B_R, tile.d_v), i0, m, True, PRECISION)  # (B_r, d_v)
+            at = scratch_values(packed, b, h, H, q0, orbits.stride >> 1, BLOCK)
             logs = load_row_values(scratch.logs + at, i0, B_R, m, float("inf"), True)[:, None]
             delta = load_row_values(scratch.delta + at, i0, B_R, m, 0.0, True)[:, None]
             keys, values = block(K, b, h // tile.G, k0, B_C, tile.d), block(V, b, h // tile.G, k0, B_C, tile.d_v)
             for c in range(lo, hi):
                 acc = gather_step(
-                    acc, q, do, logs, delta, keys, values, place, c * B_C, variant, gather, unit, way.SCORE,
-                    tile.PRECISION,
-                )  # fmt: skip
+                    acc, q, do, logs, delta, keys, values, place, c * B_C, variant, gather, unit, SCORE, PRECISION
+                )
     store_sums(acc, gather, sums, packed, part, b0, h0, own, t_r, t_c, M, N, orbits, way, tile)

@@ -107,7 +107,7 @@ def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved) -> Iterato
 
 def backward_launches(
     p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, scratch: RowValues,
-    grads: Grads, sums: Sequence[Tensor | None],
+    grads: Grads, sums: Sequence[Tensor | None] = (),
 ) -> Iterator[Launch]:  # fmt: skip
     """Yield launches for the row values (in scratch), dK and dV, dQ, and tensors of scores that learn."""
     where, lse, key = packed(p, x), saved.lse, unplanned(saved, do, dlse)
