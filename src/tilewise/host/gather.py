@@ -15,6 +15,7 @@ from ..program.program import Program, literal, operands
 from ..program.trace import trace
 from ..tile.gather import Gather, Orbits, Sums, Way, attention_backward_gather
 from ..values.score import Alibi, Score, ScoreOf
+from ..values.value import Unsupported
 from .arguments import cdiv, lengths, odd, packed_by
 from .bias import Recompute
 from .emit import gather_functions
@@ -127,7 +128,10 @@ def _reads_of(p: Problem, extra: Sequence[Tensor]) -> Iterator[Read]:
             index = operands(program.nodes[n])
             by: frozenset[str] = frozenset().union(*[program.reads[x] for x in index])
             if "s" in by:
-                by = frozenset("bhij")
+                raise Unsupported(
+                    f"{score.public_name()}: kernels compute no gradient of a tensor that the logit s indexes; use "
+                    "backend='cpu', or a tensor that requires none"
+                )
             if not p.layout.uniform and ("shift" in by or (align == "last" and "i" in by)):
                 by |= {"b"}
             t = program.nodes[n][1]
