@@ -218,7 +218,7 @@ def launch_of(c: Recompute, read: Read, to: Sums, add: bool, first: int = 0, cou
     made = gather_functions(program.text, read.load, form_of(p, function))
     offset = None if read.dims is not None else made["offset"]
     scale = p.scale if read.score == 0 else 1.0
-    gather = Gather(made["value"], offset, scale, captured(p, function, c.extra))
+    gather = Gather(captured(p, function, c.extra), scale, made["value"], offset)
     sizes = dict(zip(read.dims or (), p.extra[read.tensor].shape, strict=False))
     rows, columns = min(p.M, sizes.get("i", 1)), min(p.N, sizes.get("j", 1))
     counts = Orbits(*map(odd, (

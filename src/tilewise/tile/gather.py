@@ -21,14 +21,17 @@ from .scores import Entries, apply_scores
 
 
 class Gather(NamedTuple):
-    """Hold how a score reads a tensor (host/emit.py): what the entries that it reads get, and where they lie."""
+    """Hold how a score reads a tensor (host/emit.py): what the entries that it reads get, and where they lie.
 
+    Constants come last: in a loop Triton 3.6 loses those of a tuple inside, unless one beside it follows.
+    """
+
+    captured: tuple
+    unit: object
+    """Is the score's, as in `scores.Part`."""
     value: tl.constexpr
     offset: tl.constexpr
     """Is None where sums are stored by the entries' own row, column, head and batch entry."""
-    unit: object
-    """Is the score's, as in `scores.Part`."""
-    captured: tuple
 
 
 class Sums(NamedTuple):
