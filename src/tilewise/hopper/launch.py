@@ -270,7 +270,7 @@ def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None,
     grads, scratch = empty_grads(p, x), empty_scratch(p, pl.backward_tile, pl.ready, x.q.device)
     stream = current_stream(x.q.device)
     zeros = counter(x.q.device, stream)
-    sums = empty_sums(p, x, grads, BIAS[pl.backward_tile.D])
+    sums = empty_sums(p, x, grads, BIAS[pl.backward_tile.D]) if any(p.wanted) else []
     tensors = [*x[:3], *x.extra, *saved[:3], do, dlse, *each(scratch), *grads[:3], *grads.extra, zeros, *sums]
     replay = pl.replays[unplanned(saved, do, dlse)]
     replay(stream, tensors, lambda: backward_launches(p, pl, x, saved, do, dlse, scratch, grads, zeros, sums))

@@ -110,7 +110,7 @@ def drifts(program: Program) -> list[int | None]:
 
 def reads_of(p: Problem, extra: Sequence[Tensor]) -> tuple[Read, ...]:
     """Return where scores read tensors whose gradients are wanted."""
-    if not any(p.wanted) or 0 in (p.B, p.M, p.N):
+    if 0 in (p.B, p.M, p.N):
         return ()
     if (found := p.computed.get(reads_of)) is None:
         found = p.computed[reads_of] = tuple(_reads_of(p, extra))
@@ -216,7 +216,7 @@ def launch_of(c: Recompute, read: Read, to: Sums, add: bool, first: int = 0, cou
     program, tensors, numbers, align = traced(score)
     function = ScoreOf(program.text, align, tensors, numbers)
     made = gather_functions(program.text, read.load, form_of(p, function))
-    offset = None if read.dims is not None else made["offset"]
+    offset: Any = None if read.dims is not None else made["offset"]
     scale = p.scale if read.score == 0 else 1.0
     gather = Gather(captured(p, function, c.extra), scale, made["value"], offset)
     sizes = dict(zip(read.dims or (), p.extra[read.tensor].shape, strict=False))
@@ -229,7 +229,8 @@ def launch_of(c: Recompute, read: Read, to: Sums, add: bool, first: int = 0, cou
     arguments = (
         *c.operands, to, packed_by(p, c.extra), c.variant, gather, c.unit, *lengths(p), p.H, counts,
     )  # fmt: skip
-    key = c.key, read, add, to.ptr.dtype, to.ptr.data_ptr() % 16
+    ptr: Any = to.ptr
+    key = c.key, read, add, ptr.dtype, ptr.data_ptr() % 16
     constants = {"way": way, **c.constants}
     return Launch(attention_backward_gather, batch * heads * count * parts, arguments, constants, c.pl.compiled, key)
 

@@ -66,7 +66,7 @@ def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None,
     saved, dlse = with_contiguous_lse(saved, dlse)
     scratch = empty_scratch(p, x)
     stream = current_stream(x.q.device)
-    sums = empty_sums(p, x, grads, pl.bias)
+    sums = empty_sums(p, x, grads, pl.bias) if any(p.wanted) else []
     tensors = [*x[:3], *x.extra, *saved[:3], do, dlse, *scratch, *grads[:3], *grads.extra, *sums]
     replay = pl.replays[unplanned(saved, do, dlse)]
     replay(stream, tensors, lambda: backward_launches(p, pl, x, saved, do, dlse, scratch, grads, sums))
