@@ -73,7 +73,8 @@ def _alibi(s: Any, b: Any, h: Any, i: Any, j: Any, slopes: Tensor) -> Any:
 
 def _bias(s: Any, b: Any, h: Any, i: Any, j: Any, bias: Tensor) -> Any:
     index = (b, h, i, j)[4 - bias.ndim :]
-    return s + bias[tuple([x if size > 1 else 0 for x, size in zip(index, bias.shape, strict=True)])]
+    own = tuple([x if size > 1 else 0 for x, size in zip(index, bias.shape, strict=True)])
+    return s + (bias[own] if own else bias)
 
 
 @lru_cache(256)
