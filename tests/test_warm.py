@@ -36,7 +36,7 @@ def test_what_is_foreseen_is_what_calls_ask_triton_for():
     for name, one in found.items():
         assert set(one["listed"]) == set(one["asked"]) == set(one["alone"]), name
     assert "attention_backward_fp32" in found["fp32"]["listed"].values()
-    assert "attention_backward_dbias" in found["combined triton"]["listed"].values()
+    assert "attention_backward_gather" in found["combined triton"]["listed"].values()
     unforeseen = found["causal triton"]["unforeseen"]
     assert not unforeseen["other lengths"]
     assert not unforeseen["another batch size"]

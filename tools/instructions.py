@@ -21,13 +21,13 @@ HOPPER = {
     "attention_backward": "hopper backward", "attention_backward_preprocess": "hopper backward",
     "attention_backward_postprocess": "hopper backward", "attention_backward_init_semaphore": "hopper backward",
     "attention_backward_preprocess_fp32": "hopper fp32 backward", "attention_backward_fp32": "hopper fp32 backward",
-    "attention_split_fp32": "hopper fp32 forward", "attention_backward_dbias": "gradient of a bias",
+    "attention_split_fp32": "hopper fp32 forward", "attention_backward_gather": "gradient of a bias",
     "attention_list_tiles": "lists of tiles", "attention_backward_renormalize": "renormalization",
 }  # fmt: skip
 TRITON = {
     "attention_forward": "triton forward", "attention_backward_delta": "triton backward",
     "attention_backward_dkdv": "triton backward", "attention_backward_dq": "triton backward",
-    "attention_backward_dbias": "gradient of a bias", "attention_list_tiles": "lists of tiles",
+    "attention_backward_gather": "gradient of a bias", "attention_list_tiles": "lists of tiles",
     "attention_backward_renormalize": "renormalization",
 }  # fmt: skip
 STATE = Path(__file__).parents[1] / "studies" / "bench" / "state.py"

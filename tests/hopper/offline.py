@@ -22,6 +22,8 @@ from tilewise.hopper import launch, plan
 from tilewise.hopper.fp32 import backward_launch as fp32_backward_launch
 from tilewise.hopper.fp32 import launch as fp32_launch
 from tilewise.hopper.split_keys import launch as decode_launch
+from tilewise.hopper.tiles import BIAS
+from tilewise.host.gather import empty_sums
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
 from offline import described, meta, read_hopper, use_target
@@ -131,12 +133,15 @@ def launches(D: int, options: dict[str, Any]) -> list[Any]:
         return launch.forward_launches(p, pl, x, saved, counter)
     scratch, do = launch.empty_scratch(p, pl.backward_tile, pl.ready, q.device), torch.empty_like(q)
     narrow = saved._replace(o=do)  # a backward reads o in q's type
-    backward = launch.backward_launches(p, pl, x, narrow, do, torch.empty_like(lse), scratch, grads, counter)
+    backward = launch.backward_launches(
+        p, pl, x, narrow, do, torch.empty_like(lse), scratch, grads, counter,
+        empty_sums(p, x, grads, BIAS[pl.backward_tile.D]),
+    )  # fmt: skip
     return [*launch.forward_launches(p, pl, x, saved, counter), *backward]
 
 
 MULTIPLY = ("attention_forward", "attention_forward_fp32", "attention_backward", "attention_decode")
-BIASED = ("attention_backward_dbias",)
+BIASED = ("attention_backward_gather",)
 
 
 def main(only: str | None = None) -> Iterator[dict[str, Any]]:

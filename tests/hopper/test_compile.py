@@ -21,15 +21,15 @@ MEANT = {
     "attention_decode": ["UTMALDG"],
     "attention_forward_fp32": ["UTMALDG"],
     "attention_backward_fp32": ["UTMALDG", "UTMAREDG"],
-    "attention_backward_dbias": [],
+    "attention_backward_gather": [],
 }
-"""How kernels move memory by TMA: loads, stores, additions. The gradient of a bias comes from a Triton kernel."""
+"""How kernels move memory by TMA: loads, stores, additions. Gradients of scores' tensors come from a Triton kernel."""
 SIDE_BY_SIDE = 1024
 """Bytes within which all barriers of a kernel lie, if each has separate memory; tiles are larger."""
 EVERY = {64, 128, 256}
 SCRIPTS = {
     "hopper/offline.py": {
-        "attention_forward": EVERY, "attention_backward": EVERY, "attention_backward_dbias": EVERY,
+        "attention_forward": EVERY, "attention_backward": EVERY, "attention_backward_gather": EVERY,
         "attention_decode": {64, 128}, "attention_forward_fp32": {64, 128},
     },
     "hopper/offline_fp32_backward.py": {"attention_backward_fp32": {64, 128}},

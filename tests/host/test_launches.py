@@ -26,5 +26,5 @@ def test_every_kernel_is_recorded():
     kernels = {(name.split()[0], name.split(": ")[1].split()[0]) for name in RECORDED}
     names = "forward", "backward", "backward_preprocess", "backward_postprocess", "forward_fp32", "backward_fp32"
     assert {("hopper", f"attention_{name}") for name in names} <= kernels
-    names = "forward", *(f"backward_{name}" for name in ("dkdv", "dq", "delta", "dbias")), "list_tiles"
+    names = "forward", *(f"backward_{name}" for name in ("dkdv", "dq", "delta", "gather")), "list_tiles"
     assert {("triton", f"attention_{name}") for name in names} <= kernels

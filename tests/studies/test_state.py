@@ -24,7 +24,7 @@ EIGHT_BITS = [f"hopper 8-bit forward {size}" for size in ("D128", "D256", "D64")
 """Rows that are written in terms of bf16's: all count as changed with any of those."""
 ROOT = Path(__file__).parents[2]
 DEVICE_FOLDERS = ("src/tilewise", "studies")
-EMITTED = ROOT / "src/tilewise/tile/arithmetic.py"  # of functions made from programs, which no kernel has yet
+EMITTED = ROOT / "src/tilewise/tile/arithmetic.py"  # of functions made from programs, which a kernel's source lacks
 PEER = ROOT / "studies" / "bench" / "serving.py"
 """Its kernel only reads, and is what ours is compared with."""
 CASE = Case(1, 2, 1024, 64, "bf16", causal=True)

@@ -29,6 +29,7 @@ from tilewise.attention.explain import problem_on
 from tilewise.call.check import check_arguments
 from tilewise.call.operands import Operands
 from tilewise.call.problem import Problem
+from tilewise.host.gather import empty_sums
 from tilewise.triton import launch
 from tilewise.triton.plan import plan
 from tilewise.triton.tiles import SPECIAL
@@ -55,7 +56,8 @@ def launches(target: str, q: Any, k: Any, v: Any, wanted: bool = False, **option
     scratch, grads = launch.empty_scratch(p, x), launch.empty_grads(p, x)
     do, dlse = torch.empty_like(saved.o, dtype=q.dtype), torch.empty_like(saved.lse)
     pl = plan(p)
-    backward = launch.backward_launches(p, pl, x, saved._replace(o=do), do, dlse, scratch, grads)
+    sums = empty_sums(p, x, grads, pl.bias)
+    backward = launch.backward_launches(p, pl, x, saved._replace(o=do), do, dlse, scratch, grads, sums)
     return [*launch.forward_launches(p, pl, x, saved), *backward]
 
 
@@ -90,21 +92,21 @@ def calls(target: str) -> Iterator[Call]:
     types, where a chip takes it; of sm_86 and sm_89, which are alike, with sm_89."""
     old = target in ("sm_70", "sm_75")
     half = torch.float16 if old else torch.bfloat16
-    of_bias = ("attention_backward_renormalize", "attention_backward_dbias")
+    of_bias = ("attention_backward_renormalize", "attention_backward_gather")
     for D in (64, 128):
         yield Call("plain", half, D, (*MAIN_KERNELS, "attention_backward_delta"))
     yield Call("plain", torch.float32, 64, MAIN_KERNELS)
     yield Call("combined", half, 64 if old else 128, MAIN_KERNELS)
     yield Call("listed", half, 64 if old else 128, ("attention_list_tiles", *of_bias))
     if target in ("sm_86", "sm_120"):  # with little shared memory
-        yield Call("biased", half, 128, ("attention_backward_dbias",))
+        yield Call("biased", half, 128, ("attention_backward_gather",))
     if target in MAIN:
         yield Call("full", half, 64, MAIN_KERNELS)
-        yield Call("biased", half, 256, ("attention_backward_dbias",))
+        yield Call("biased", half, 256, ("attention_backward_gather",))
         yield Call("plain", half, 256, MAIN_KERNELS)
         yield Call("combined", half, 64, MAIN_KERNELS)
         yield Call("plain", torch.float32, 128, MAIN_KERNELS)
-        yield Call("listed", half, 64, (*MAIN_KERNELS, "attention_backward_dbias"))
+        yield Call("listed", half, 64, (*MAIN_KERNELS, "attention_backward_gather"))
     for dtype in (half, torch.float32) if target not in ("sm_70", "sm_75", "sm_86") else ():
         yield Call("plain", dtype, 512, (*MAIN_KERNELS, "attention_backward_delta"))
         yield Call("biased", dtype, 512, of_bias)
@@ -119,7 +121,7 @@ def calls(target: str) -> Iterator[Call]:
     if target == "sm_90":
         yield Call("tf32x3", torch.float32, 128, MAIN_KERNELS)
         yield Call("tf32x3", torch.float32, 256, MAIN_KERNELS)
-        yield Call("strides of 1", half, 128, (*MAIN_KERNELS, "attention_backward_delta", "attention_backward_dbias"))
+        yield Call("strides of 1", half, 128, (*MAIN_KERNELS, "attention_backward_delta", "attention_backward_gather"))
 
 
 def launches_of(target: str, call: Call) -> list[launch.Launch]:

@@ -46,7 +46,7 @@ WITH_BOTH = ("sm_80", "sm_90", "sm_100", "gfx942")
 NO_PRODUCTS = ("attention_backward_delta", "attention_list_tiles")
 KERNELS = {
     "attention_forward", "attention_backward_dkdv", "attention_backward_dq", "attention_backward_renormalize",
-    "attention_backward_dbias", *NO_PRODUCTS,
+    "attention_backward_gather", *NO_PRODUCTS,
 }  # fmt: skip
 
 
@@ -94,7 +94,7 @@ def faults(target, row, record):
     if row["dtype"] == "float32" and not meant and row["conflicts"]:
         found.append(f"reads {row['conflicts']} right factors across the banks of shared memory")
     # with and without a mask
-    loops = 1 if row["kernel"] in ("attention_backward_dbias", "attention_backward_renormalize") else 2
+    loops = 1 if row["kernel"] in ("attention_backward_gather", "attention_backward_renormalize") else 2
     if row["loops"] != loops:
         found.append(f"has {row['loops']} loops that multiply, expected {loops}")
     allowed = 0 if is_strict(target, row) else record.get(name(row))

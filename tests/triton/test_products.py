@@ -19,8 +19,8 @@ ALLOWED = {
         "hopper/backward/keys.py": ("m * B_R", "t_k * B_C"),
         "hopper/fp32/split.py": ("t * ROWS",),
         "hopper/forward/queries.py": ("m * (64 * WARPGROUPS)",),
-        "tile/bias.py": (
-            "t_r * B_R", "t_c * B_C", "(t_r + x // c_each % r_each) * B_R", "(t_c + x % c_each) * B_C",
+        "tile/gather.py": (
+            "t_r * tile.B_R", "t_c * tile.B_C", "(t_r + x % each * DOWN) * B_R", "c * B_C",
         ),
         "merge/kernel.py": ("t * B_R",),
         "tile/renormalize.py": ("t * B_R", "x * B_C"),
@@ -71,7 +71,7 @@ HOPPER = (
     "forward", "backward", *(f"backward_{name}" for name in ("preprocess", "postprocess", "init_semaphore")),
     "split_fp32", "forward_fp32", "backward_preprocess_fp32", "backward_fp32",
 )  # fmt: skip
-BOTH = ("backward_renormalize", "backward_dbias", "list_tiles")
+BOTH = ("backward_renormalize", "backward_gather", "list_tiles")
 KERNELS = {
     "experiment forward",
     "merge attention_merge",

@@ -1,6 +1,6 @@
 """Launch the 16-bit Hopper kernels: turn a problem and its operands into descriptors and kernel arguments."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -25,7 +25,8 @@ from ..host.arguments import (
     unused,
     with_contiguous_lse,
 )
-from ..host.bias import bias_launches, renormalize_launches
+from ..host.bias import Recompute, renormalize_launch
+from ..host.gather import add_sums, empty_sums, gather_launches
 from ..host.launch import Launch, current_stream
 from ..host.lists import tile_lists
 from ..host.outputs import empty, empty_grads, empty_saved, size, sizes
@@ -83,21 +84,25 @@ def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved, counter: T
 
 def backward_launches(
     p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, scratch: Scratch, grads: Grads,
-    counter: Tensor,
+    counter: Tensor, sums: Sequence[Tensor | None] = (),
 ) -> list[Launch]:  # fmt: skip
     """Return the launches of the backward: lists of tiles or the order of dQ's sums, preprocess, the main kernel, and
-    postprocess. The last two each begin while the kernel before ends."""
+    postprocess. The last two each begin while the kernel before ends. Then those for tensors of scores that learn."""
     where, lse, key = packed(p, x), saved.lse, unplanned(saved, do, dlse)
     parts, changes, _ = device_values(p, x.extra, backward_scores)
     lists, listing = tile_lists(p, pl, pl.backward, parts, x, by_key=True)
-    variant = Variant(parts, with_lse_shift(p, changes, lse, where), dropout(p, saved.seed), lists)
+    variant = Variant(parts, with_lse_shift(p, changes, lse, x.extra), dropout(p, saved.seed), lists)
     if p.recipe.deterministic:
         listing = [order_launch(p, pl, pl.backward_tile, scratch, where, variant)]
     before = preprocess_launch(p, pl, saved.o, do, dlse, lse, scratch, grads, where, key)
     main = main_launch(p, pl, x, do, scratch, grads, counter, where, variant, key)
     after = postprocess_launch(p, pl, pl.backward_tile, scratch, grads.q, where)
-    sums, biases = bias_gradients(p, pl, x, do, lse, scratch, grads, variant, key) if p.biased else ([], ())
-    return [*listing, before, *sums, main, after, *biases]
+    renormalize, gathers = [], []
+    if p.biased or sums:
+        shared = recompute(p, pl, x, saved, do, dlse, scratch)
+        renormalize = [renormalize_launch(shared)] if p.biased else []
+        gathers = [*gather_launches(shared, sums)]
+    return [*listing, before, *renormalize, main, after, *gathers]
 
 
 def preprocess_launch(
@@ -155,21 +160,21 @@ def postprocess_launch(p: Problem, pl: Any, tile: Any, scratch: Scratch, dq: Ten
     return Launch(attention_backward_postprocess, p.B * p.H * tiles, arguments, constants, pl.compiled)
 
 
-def bias_gradients(
-    p: Problem, pl: Plan, x: Operands, do: Tensor, lse: Tensor, scratch: Scratch, grads: Grads, variant: Variant,
-    key: Any,
-) -> tuple[list[Launch], Iterator[Launch]]:  # fmt: skip
-    """Return the launches for row sums of P and for gradients of biases. Both are Triton kernels, which call Triton's
-    scores."""
+def recompute(
+    p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, scratch: Scratch
+) -> Recompute:
+    """Return what launches for row sums of P and for tensors of scores share. These are Triton kernels, which call
+    Triton's masks and scores."""
+    parts, changes, _ = device_values(p, x.extra)
+    variant = Variant(parts, with_lse_shift(p, changes, saved.lse, x.extra), dropout(p, saved.seed), None)
     operands = (*(rows(adjacent(t)) for t in (*x[:3], do)), RowValues(*scratch[:2]))
-    tiles = BIAS[pl.backward_tile.D]
+    tiles, block = BIAS[pl.backward_tile.D], pl.backward.B_r
     tile = Tile(p.H // p.H_k, p.D, p.D_v, tiles.B_r, tiles.B_c, "ieee")
     constants = {"tile": tile, "num_warps": tiles.warps, "num_stages": tiles.stages}
-    variant = variant._replace(scores=with_lse_shift(p, device_values(p, x.extra)[1], lse, None))
-    stride = pl.backward_shape.blocks * pl.backward.B_r
-    given = (*operands[:2], scratch.logs)
-    sums = renormalize_launches(p, given, lse, None, variant, pl.c, stride, tiles, constants, pl, key)
-    return sums, bias_launches(p, operands, variant, pl.c, stride, grads, tiles, constants, pl, key)
+    return Recompute(
+        p, x.extra, operands, saved.lse, variant, pl.c, pl.backward_shape.blocks * block, block, tiles, constants, pl,
+        unplanned(saved, do, dlse),
+    )  # fmt: skip
 
 
 def empty_scratch(p: Problem, tile: Any, ready: int, device: torch.device) -> Scratch:
@@ -265,9 +270,12 @@ def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None,
     grads, scratch = empty_grads(p, x), empty_scratch(p, pl.backward_tile, pl.ready, x.q.device)
     stream = current_stream(x.q.device)
     zeros = counter(x.q.device, stream)
-    tensors = [*x[:3], *x.extra, *saved[:3], do, dlse, *each(scratch), *grads[:3], *grads.extra, zeros]
+    sums = empty_sums(p, x, grads, BIAS[pl.backward_tile.D]) if any(p.wanted) else []
+    tensors = [*x[:3], *x.extra, *saved[:3], do, dlse, *each(scratch), *grads[:3], *grads.extra, zeros, *sums]
     replay = pl.replays[unplanned(saved, do, dlse)]
-    replay(stream, tensors, lambda: backward_launches(p, pl, x, saved, do, dlse, scratch, grads, zeros))
+    replay(stream, tensors, lambda: backward_launches(p, pl, x, saved, do, dlse, scratch, grads, zeros, sums))
+    if sums:
+        add_sums(p, x, grads, sums, lambda: recompute(p, pl, x, saved, do, dlse, scratch), stream)
     return with_sink(p, x, saved.lse, grads, lambda: by_row(p, pl.backward.B_r, x, scratch.delta))
 
 

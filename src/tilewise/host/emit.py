@@ -5,6 +5,8 @@
     queries(b, j, *captured)
     fn(S, unit, at, *captured)              of a score, as those of tile/scores.py
     grad(dS, S, T, unit, at, *captured)
+    value(dS, S, T, unit, at, *captured)    what a tensor gets where a score reads it, as those of tile/gather.py
+    offset(at, *captured)                   where that lies in a contiguous tensor of its sizes, and whether it does
 
 statements.py writes what is between their first and last lines, with the functions of tile/arithmetic.py. `arguments`
 returns what they captured. Reads outside a captured tensor give 0; b and h are not compared with its sizes. Whole
@@ -22,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..program.derive import BOUNDED, KEEP_FINITE, derivative
+from ..program.derive import BOUNDED, KEEP_FINITE, derivative, gathers
 from ..program.ops import OPS
 from ..program.program import Builder, Program, decode, literal, operands, with_operands
 from ..program.shape import shape
@@ -35,6 +37,8 @@ OPEN = 1 << 30
 """No row or key is so far out (tile/masks.py)."""
 OF_TILES = frozenset(("s", "g", OUTPUT))
 """Inputs with all dimensions of a tile."""
+
+MADE = "keep", "keys", "queries", "fn", "grad", "value", "offset"
 
 
 def functions(text: str, form: Form | None = None, saturated: Any = None) -> dict[str, Any]:
@@ -59,7 +63,7 @@ def compiled(text: str, saturated: Any) -> dict[str, Any]:
     used = {fn.__name__: fn for fn in (tanh, floor_divide, floor_remainder, power, inside, whole)}
     scope = {"__name__": module, "triton": triton, "tl": tl, "saturated": saturated, **used}
     exec(compile(text, file, "exec"), scope)
-    return {name: scope[name] for name in ("keep", "keys", "queries", "fn", "grad") if name in scope}
+    return {name: scope[name] for name in MADE if name in scope}
 
 
 def arguments(text: str, tensors: Sequence[Tensor], numbers: Sequence[Any], place: tuple[Any, ...] = ()) -> Any:
@@ -109,14 +113,7 @@ def _ranks(program: Program) -> dict[int, int]:
 def source(text: str, form: Form, hopper: bool = False) -> str:
     """Return the source of a program's device functions."""
     program = decode(text)
-    if any([node[0] == "lit" and type(node[1]) is int and abs(node[1]) >= 2**31 for node in program.nodes]):
-        form = form._replace(wide=True)
-    captured = _numbers(program)
-    for t, rank in _ranks(program).items():
-        captured += [f"t{t}", *[f"t{t}_{what}{axis}" for what in ("stride", "size") for axis in range(rank)]]
-    if needs_shift(program, form):
-        captured += ["cu_q", "cu_k"] if form.packed else ["shift"]
-    captured += [form.end] * bool(form.end)
+    form, captured = _widened(program, form), _captured(program, form)
     if program.kinds[program.outputs[0]] == "b":
         made = [_function("keep", ["b", "h", "i", "j", *captured], _mask_lines(program, form))]
         _, _, keys, queries = shape(text)
@@ -128,6 +125,51 @@ def source(text: str, form: Form, hopper: bool = False) -> str:
     fn = _function("fn", ["S", "unit", "at", *captured], _score_lines(program, form, hopper, "S"))
     grad = _function("grad", ["dS", "S", "T", "unit", "at", *captured], _score_lines(derived, form, hopper, "dS"))
     return f"{fn}\n\n{grad}"
+
+
+def gather_functions(text: str, load: int, form: Form) -> dict[str, Any]:
+    """Return the device functions "value" and "offset" of a node of a score that reads a tensor that learns."""
+    return compiled(gather_source(text, load, form), None)
+
+
+@lru_cache(1024)
+def gather_source(text: str, load: int, form: Form) -> str:
+    """Return their source."""
+    program = decode(text)
+    form, captured = _widened(program, form), _captured(program, form)
+    t, *index = program.nodes[load][1], *operands(program.nodes[load])
+    derived = derivative(text, (t,))
+    place = gathers(program, (t,)).index(load)
+    value = _score_lines(_part(derived, derived.outputs[1 + place : 2 + place]), form, False, "dS")
+    offset = _offset_lines(_part(program, index), t, form) if index else ["return at.b * 0, at.b >= 0"]
+    made = [
+        _function("value", ["dS", "S", "T", "unit", "at", *captured], value),
+        _function("offset", ["at", *captured], offset),
+    ]
+    return "\n\n".join(made)
+
+
+def _part(program: Program, outputs: Sequence[int]) -> Program:
+    """Return the program of other outputs."""
+    build = Builder()
+    at = build.copy(program)
+    return build.done([at[n] for n in outputs])
+
+
+def _widened(program: Program, form: Form) -> Form:
+    """Return a form whose whole numbers hold the program's literals."""
+    large = any([node[0] == "lit" and type(node[1]) is int and abs(node[1]) >= 2**31 for node in program.nodes])
+    return form._replace(wide=True) if large else form
+
+
+def _captured(program: Program, form: Form) -> list[str]:
+    """Return the parameters for what a program captured."""
+    captured = _numbers(program)
+    for t, rank in _ranks(program).items():
+        captured += [f"t{t}", *[f"t{t}_{what}{axis}" for what in ("stride", "size") for axis in range(rank)]]
+    if needs_shift(program, form):
+        captured += ["cu_q", "cu_k"] if form.packed else ["shift"]
+    return captured + [form.end] * bool(form.end)
 
 
 def _function(name: str, parameters: list[str], lines: list[str]) -> str:
@@ -175,10 +217,7 @@ def _inputs(program: Program, form: Form, **names: str) -> dict[str, str]:
 
 def _score_lines(program: Program, form: Form, hopper: bool, given: str) -> list[str]:
     """Return the lines of a function of a tile `given`: S or dS."""
-    names = {"g": "dS", OUTPUT: "T", "b": "at.b", "h": "at.h", "i": "(row0 + row)", "j": "(column0 + column)"}
-    writer = Statements(program, form, _inputs(program, form, **names), tile=True, hopper=hopper)
-    lines = [f"row0 = {_row('at.i0', 'at.b', form)}", f"column0 = {_index('at.j0', form)}"]
-    lines += ["row = at.i", "column = at.j", "s = S * unit", *writer.lines]
+    writer, lines = _at_tile(program, form, hopper)
     out = program.outputs[0]
     found = writer.names[out]
     if form.end:
@@ -187,6 +226,28 @@ def _score_lines(program: Program, form: Form, hopper: bool, given: str) -> list
     if not program.reads[out] & OF_TILES:  # in the tile's shape and layout, which costs nothing
         found = f"tl.where({given} == {given}, {found}, {found})"
     return [*lines, f"return {found}"]
+
+
+def _at_tile(program: Program, form: Form, hopper: bool = False) -> tuple[Statements, list[str]]:
+    """Return what has written a program's statements for the entries `at`, and all lines so far."""
+    names = {"g": "dS", OUTPUT: "T", "b": "at.b", "h": "at.h", "i": "(row0 + row)", "j": "(column0 + column)"}
+    writer = Statements(program, form, _inputs(program, form, **names), tile=True, hopper=hopper)
+    lines = [f"row0 = {_row('at.i0', 'at.b', form)}", f"column0 = {_index('at.j0', form)}"]
+    return writer, [*lines, "row = at.i", "column = at.j", "s = S * unit", *writer.lines]
+
+
+def _offset_lines(program: Program, t: int, form: Form) -> list[str]:
+    """Return the lines of a function of where a tensor's entries lie, whose outputs are the indices into it."""
+    writer, lines = _at_tile(program, form)
+    before = len(writer.lines)
+    found = [writer.index(f"y{axis}", t, axis, x) for axis, x in enumerate(program.outputs)]
+    offset = "0"
+    for axis, (at, _) in enumerate(found):
+        offset = (
+            f"({offset}) * (t{t}_size{axis} >> 1) + tl.cast({at}, tl.int64)" if axis else f"tl.cast({at}, tl.int64)"
+        )
+    checks = [check for _, check in found if check] or ["(at.b >= 0)"]
+    return [*lines, *writer.lines[before:], f"return {offset}, {' & '.join(checks)}"]
 
 
 def _index(name: str, form: Form) -> str:

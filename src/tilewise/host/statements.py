@@ -193,17 +193,9 @@ class Statements:
         terms: tuple[list[str], ...] = [], [], []
         checks = []
         for axis, x in enumerate(indices):
-            at, size = self.names[x], f"(t{t}_size{axis} >> 1)"
-            split = None
-            if self.natural[x]:
-                split = self.split(x)
-                # entries that the mask hides may be j > i
-                checks.append(f"inside({at}, {size})" if self.form.past else f"({at} < {size})")
-            else:
-                at = self.assign(f"y{n}_{axis}", f"tl.where({at} < 0, {at} + {size}, {at})")
-                checks.append(f"inside({at}, {size})")
-            if self.nodes[x] in (("in", "b"), ("in", "h")):
-                checks.pop()
+            at, check = self.index(f"y{n}_{axis}", t, axis, x)
+            checks += [check] * bool(check)
+            split = self.split(x) if self.natural[x] else None
             pieces = [(1, split[0]), (2, split[1])] if split else [(0 if self.is_scalar(x) else 2, at)]
             for place, piece in pieces:
                 index = piece if self.form.narrow else f"tl.cast({piece}, tl.int64)"
@@ -212,6 +204,18 @@ class Statements:
         mask = f", mask={' & '.join(checks)}, other=0" if checks else ""
         found = f"tl.load(t{t} + ({offset}){mask})" if offset else f"tl.load(t{t})"
         return {"f": f"tl.cast({found}, tl.float32)", "i": f"whole({found})", "b": f"({found} != 0)"}[kind]
+
+    def index(self, name: str, t: int, axis: int, x: int) -> tuple[str, str]:
+        """Return node x as an index into an axis of a captured tensor, and whether it lies inside, if that is to be
+        asked. A negative one becomes `name`, counted from the end."""
+        at, size = self.names[x], f"(t{t}_size{axis} >> 1)"
+        if self.nodes[x] in (("in", "b"), ("in", "h")):
+            return at, ""
+        if not self.natural[x]:
+            at = self.assign(name, f"tl.where({at} < 0, {at} + {size}, {at})")
+        elif not self.form.past:  # else entries that the mask hides may be j > i
+            return at, f"({at} < {size})"
+        return at, f"inside({at}, {size})"
 
     def sum_of(self, n: int, name: str, *xs: Any) -> Sum | None:
         """Return a whole number that depends on i or j as a sum, if it is one."""

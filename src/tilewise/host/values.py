@@ -121,10 +121,11 @@ def exceeds(text: str, b: int, h: int, i: int, j: int) -> bool:
     return False
 
 
-def with_lse_shift(p: Problem, changes: tuple[Any, ...], lse: Tensor, where: Packed | None) -> tuple[Any, ...]:
+def with_lse_shift(p: Problem, changes: tuple[Any, ...], lse: Tensor, extra: tuple[Tensor, ...]) -> tuple[Any, ...]:
     """Return the scores of a backward. With a bias, whose logits may be large, add one that subtracts lse."""
     if not p.biased:
         return changes
-    name, of_sequences = ("minus_lse", ()) if where is None else ("minus_lse_packed", (where,))
-    fn, grad = (getattr(DEVICE_SCORES, f"{name}_{kind}") for kind in ("fn", "grad"))
-    return (*changes, scores.Part(fn, grad, 1.0, (lse, *map(odd, (p.H, *lengths(p))), *of_sequences)))
+    where = packed_by(p, extra) or ()
+    name = "minus_lse_packed" if where else "minus_lse"
+    fn, grad = (getattr(DEVICE_SCORES, f"{name}_{side}") for side in ("fn", "grad"))
+    return (*changes, scores.Part(fn, grad, 1.0, (lse, *map(odd, (p.H, *lengths(p))), *where)))

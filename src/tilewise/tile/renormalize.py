@@ -12,7 +12,7 @@ from .blocks import block, load_row_values
 from .factors import load_left, load_right, product
 from .gradients import seen
 from .ranges import Place
-from .rows import row_values, rows_of
+from .rows import row_values, rows_of, scratch_values
 from .scores import Entries, apply_scores
 from .softmax import LN2, log2, probabilities
 
@@ -21,7 +21,9 @@ LARGE_LSE = tl.constexpr(4096.0)
 
 
 @triton.jit(do_not_specialize=["packed", "variant", "M", "N", "H", "tiles", "stride"])
-def attention_backward_renormalize(Q, K, L, lse, packed, variant, unit, M, N, H, tiles, stride, tile: tl.constexpr):
+def attention_backward_renormalize(
+    Q, K, L, lse, packed, variant, unit, M, N, H, tiles, stride, BLOCK: tl.constexpr, tile: tl.constexpr
+):
     """Compute L = log(sum_j exp(S - lse)) of rows whose lse is large, so that P sums to 1; 0 elsewhere.
 
     One program owns a tile of queries. `variant` is the backward's. L has `stride` numbers a head.
@@ -36,8 +38,6 @@ def attention_backward_renormalize(Q, K, L, lse, packed, variant, unit, M, N, H,
     rows_in_all = M
     q0, M, k0, N = rows_of(packed, b, M, N)
     i0 = t * B_R
-    if i0 >= M:
-        return
     logs = load_row_values(row_values(lse, packed, b, h, H, q0, rows_in_all), i0, B_R, M, 0.0, True)
     large = (tl.abs(logs) >= LARGE_LSE) & (tl.abs(logs) < float("inf"))
     EXACT: tl.constexpr = Q.ptr.dtype.element_ty == tl.float32
@@ -57,4 +57,4 @@ def attention_backward_renormalize(Q, K, L, lse, packed, variant, unit, M, N, H,
     whole, rest = log2(sums)
     found = tl.where(large & (sums > 0.0), (whole + rest) * LN2 if EXACT else whole + rest, 0.0)
     rows = i0 + tl.arange(0, B_R)
-    tl.store(row_values(L, packed, b, h, H, q0, stride) + rows, found, mask=rows < M)
+    tl.store(L + scratch_values(packed, b, h, H, q0, stride, BLOCK) + rows, found, mask=rows < M)

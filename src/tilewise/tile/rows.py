@@ -141,6 +141,16 @@ def row_values(x, packed, b, h, H, q0, stride):
 
 
 @triton.jit
+def scratch_values(packed, b, h, H, q0, stride, BLOCK: tl.constexpr):
+    """Return where a head's row values begin in scratch, of `stride` numbers a head. BLOCK: the rows of a block, if
+    packed sequences begin at blocks; else 1."""
+    if packed is None or BLOCK == 1:
+        return row_values(0, packed, b, h, H, q0, stride)
+    else:
+        return h.to(tl.int64) * stride + (q0 // BLOCK + b) * BLOCK  # each sequence wastes less than one block
+
+
+@triton.jit
 def pitch(M):
     """Return the stride of row values in scratch: M, rounded up so that every head's first lies on a 64-byte
     boundary."""

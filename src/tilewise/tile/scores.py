@@ -11,7 +11,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .rows import row_values, rows_of
+from .rows import Packed, row_values, rows_of
 
 
 class Entries(NamedTuple):
@@ -137,16 +137,9 @@ def bias_grad(dS, S, T, unit, at, bias, batch, head, row_stride, entry, M, N):
 @triton.jit
 def minus_lse_fn(S, unit, at, lse, H, M, N):
     """Return S unit - lse: the backward's last score with a bias (see tile/renormalize.py). Counts are 2 n + 1."""
-    return minus_lse_packed_fn(S, unit, at, lse, H, M, N, None)
-
-
-@triton.jit
-def minus_lse_packed_fn(S, unit, at, lse, H, M, N, packed):
-    """Return the same of packed sequences, if `packed` is not None."""
     H, M, N = H >> 1, M >> 1, N >> 1
-    q0, length, _, keys = rows_of(packed, at.b, M, N)
-    row = tl.minimum(at.i0 + at.i - (keys - length), length - 1)
-    logs = tl.load(row_values(lse, packed, at.b, at.h, H, q0, M) + row)
+    row = tl.minimum(at.i0 + at.i - (N - M), M - 1)
+    logs = tl.load(lse + (at.b.to(tl.int64) * H + at.h) * M + row)
     return S * unit - tl.maximum(logs, -3.4028234663852886e38, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -157,6 +150,17 @@ def minus_lse_grad(dS, S, T, unit, at, lse, H, M, N):
 
 
 @triton.jit
-def minus_lse_packed_grad(dS, S, T, unit, at, lse, H, M, N, packed):
-    """Return the same of packed sequences."""
+def minus_lse_packed_fn(S, unit, at, lse, H, M, N, cu_q, cu_k, max_q, max_k):
+    """Return the same of packed sequences, of M queries and N keys in all."""
+    H, rows_in_all = H >> 1, M >> 1
+    packed = Packed(cu_q, cu_k, max_q, max_k)
+    q0, M, _, N = rows_of(packed, at.b, rows_in_all, N >> 1)
+    row = tl.minimum(at.i0 + at.i - (N - M), M - 1)
+    logs = tl.load(row_values(lse, packed, at.b, at.h, H, q0, rows_in_all) + row)
+    return S * unit - tl.maximum(logs, -3.4028234663852886e38, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def minus_lse_packed_grad(dS, S, T, unit, at, lse, H, M, N, cu_q, cu_k, max_q, max_k):
+    """Return dS, as there."""
     return dS

@@ -1,6 +1,6 @@
 """Launches: turn a problem and its operands into kernel arguments."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -20,7 +20,8 @@ from ..host.arguments import (
     with_adjacent_rows,
     with_contiguous_lse,
 )
-from ..host.bias import bias_launches, renormalize_launches
+from ..host.bias import Recompute, renormalize_launch
+from ..host.gather import add_sums, empty_sums, gather_launches
 from ..host.launch import Launch, current_stream
 from ..host.lists import tile_lists
 from ..host.outputs import empty_grads, empty_saved, fill_empty
@@ -34,6 +35,7 @@ from ..tile.rows import RowValues
 from . import backward as kernels
 from .forward import attention_forward
 from .plan import Plan, constants, schedule
+from .tiles import Tiles
 
 DELTA_ROWS = 64
 DELTA_ROWS_WIDE = 16
@@ -64,9 +66,12 @@ def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None,
     saved, dlse = with_contiguous_lse(saved, dlse)
     scratch = empty_scratch(p, x)
     stream = current_stream(x.q.device)
-    tensors = [*x[:3], *x.extra, *saved[:3], do, dlse, *scratch, *grads[:3], *grads.extra]
+    sums = empty_sums(p, x, grads, pl.bias) if any(p.wanted) else []
+    tensors = [*x[:3], *x.extra, *saved[:3], do, dlse, *scratch, *grads[:3], *grads.extra, *sums]
     replay = pl.replays[unplanned(saved, do, dlse)]
-    replay(stream, tensors, lambda: backward_launches(p, pl, x, saved, do, dlse, scratch, grads))
+    replay(stream, tensors, lambda: backward_launches(p, pl, x, saved, do, dlse, scratch, grads, sums))
+    if sums:
+        add_sums(p, x, grads, sums, lambda: recompute(p, pl, x, saved, do, dlse, scratch, pl.bias), stream)
     return with_sink(p, x, saved.lse, grads, lambda: scratch.delta[..., : saved.lse.shape[-1]])
 
 
@@ -102,13 +107,13 @@ def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved) -> Iterato
 
 def backward_launches(
     p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, scratch: RowValues,
-    grads: Grads,
+    grads: Grads, sums: Sequence[Tensor | None] = (),
 ) -> Iterator[Launch]:  # fmt: skip
-    """Yield launches for the row values (in scratch), dK and dV, dQ, and each bias with a gradient."""
+    """Yield launches for the row values (in scratch), dK and dV, dQ, and tensors of scores that learn."""
     where, lse, key = packed(p, x), saved.lse, unplanned(saved, do, dlse)
     M, N = lengths(p)
     parts, changes, _ = device_values(p, x.extra)
-    variant = Variant(parts, with_lse_shift(p, changes, lse, where), dropout(p, saved.seed), None)
+    variant = Variant(parts, with_lse_shift(p, changes, lse, x.extra), dropout(p, saved.seed), None)
 
     delta_rows = DELTA_ROWS if p.D_v <= 256 else DELTA_ROWS_WIDE
     tiles, heads = cdiv(p.M, delta_rows), p.B * p.H
@@ -117,21 +122,9 @@ def backward_launches(
     yield Launch(kernels.attention_backward_delta, heads * tiles, arguments, sizes, pl.compiled, key)
 
     given = (*(rows(t) for t in (*x[:3], do)), scratch)
-    factors, stride = kernels.Factors(pl.unit, p.scale, 1.0), scratch.logs.shape[-1]
-    before = (
-        p,
-        (*given[:2], scratch.logs),
-        lse,
-        where,
-        variant,
-        pl.unit,
-        stride,
-        pl.dq,
-        constants(p, pl, pl.dq),
-        pl,
-        key,
-    )
-    yield from renormalize_launches(*before)
+    factors, shared = kernels.Factors(pl.unit, p.scale, 1.0), (p, pl, x, saved, do, dlse, scratch)
+    if p.biased:
+        yield renormalize_launch(recompute(*shared, pl.dq))
 
     for kernel, row, by_key, count, H, results in (
         (kernels.attention_backward_dkdv, pl.dkdv, True, cdiv(p.N, pl.dkdv.B_c), p.H_k, grads[1:3]),
@@ -145,5 +138,18 @@ def backward_launches(
         )  # fmt: skip
         yield Launch(kernel, p.B * H * count, arguments, constants(p, pl, row), pl.compiled, key)
 
-    of_bias = constants(p, pl, pl.bias)
-    yield from bias_launches(p, given, variant, pl.unit, stride, grads, pl.bias, of_bias, pl, key)
+    if sums:
+        yield from gather_launches(recompute(*shared, pl.bias), sums)
+
+
+def recompute(
+    p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, scratch: RowValues, tiles: Tiles,
+) -> Recompute:  # fmt: skip
+    """Return what launches share that recompute S in tiles of a size."""
+    parts, changes, _ = device_values(p, x.extra)
+    variant = Variant(parts, with_lse_shift(p, changes, saved.lse, x.extra), dropout(p, saved.seed), None)
+    given, stride = (*(rows(t) for t in (*x[:3], do)), scratch), scratch.logs.shape[-1]
+    return Recompute(
+        p, x.extra, given, saved.lse, variant, pl.unit, stride, 1, tiles, constants(p, pl, tiles), pl,
+        unplanned(saved, do, dlse),
+    )  # fmt: skip

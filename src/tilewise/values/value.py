@@ -12,6 +12,9 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from ..program import Aligned, decode
+from ..program.place import moved
+
 OPEN = 1 << 30
 """It means "no bound" at either end of an interval; check.py refuses sequences as long as this."""
 
@@ -307,9 +310,12 @@ class At(Value):
     def rule_takes(self) -> tuple[Any, ...]:
         return self._fields[:-1]
 
-    def rows(self, at: Any) -> Any:
-        """Return entries with i as the rule counts it."""
-        return super().rows(at._replace(shift=at.shift + self.offset))  # type: ignore[misc]
+    @property
+    def traced(self) -> Any:
+        """Return the program, in which i is the row at the place."""
+        program, tensors, numbers, align = super().traced  # type: ignore[misc]
+        text, _ = moved(program.text, len(numbers), ("i",))
+        return Aligned(decode(text), tensors, (*numbers, self.offset), align)
 
     @classmethod
     def public_name(cls) -> str:
