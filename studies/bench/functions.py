@@ -208,7 +208,9 @@ def race(problem: Problem, attends: dict[str, Attend], pass_: str, rounds: int) 
     return {name: spread(found)[1] for name, found in samples.items() if name not in why}, why
 
 
-def rows_of(mod: Mod, sizes: list[Size], device: torch.device, backend: str, done: set[Any]) -> Iterator[dict[str, Any]]:
+def rows_of(
+    mod: Mod, sizes: list[Size], device: torch.device, backend: str, done: set[Any]
+) -> Iterator[dict[str, Any]]:
     """Measure a mod's rows that are not done: contenders that are right on a small case."""
     small = Problem(mod, mod.of_length(QUICK if device.type == "cpu" else SMALL), device, backend)
     true = truth(small)
@@ -249,7 +251,7 @@ def judged(bar: Bar, seconds: dict[str, float]) -> dict[str, Any]:
 def table(rows: list[dict[str, Any]]) -> list[str]:
     """Return a line for each bar, and how many hold."""
     found, held = [], 0
-    for row, bar in ((row, bar) for row in rows for bar in row["bars"]):
+    for row, bar in [(each, bar) for each in rows for bar in each["bars"]]:
         ratio, holds = bar["ratio"], bar["ratio"] is not None and bar["ratio"] >= bar["least"]
         said = "not measured" if ratio is None else f"{ratio:6.3f} {'holds' if holds else 'MISSED'}"
         held += holds

@@ -5,8 +5,9 @@ serves tilewise, FlexAttention and plain torch, to which all of them are compare
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -50,7 +51,7 @@ class Made(NamedTuple):
     fn: Callable[..., Any]
     tensors: tuple[Tensor, ...] = ()
     """What it captures; those that learn require a gradient."""
-    ours: dict[str, dict[str, Any]] = {}
+    ours: Mapping[str, dict[str, Any]] = MappingProxyType({})
     """Options of `attention` that say the same without a function, by name."""
     bias: Tensor | None = None
     """What SDPA gets as attn_mask."""
@@ -172,7 +173,7 @@ def block_sparse(size: Size, draw: torch.Generator) -> Made:
 def lists(table: Tensor) -> Tensor:
     """Return the columns that each row of (H, rows, columns) sees, then -1: (1, H, rows, width)."""
     width = int(table.sum(-1).max())
-    order = (~table).int().argsort(-1, stable=True)
+    order = (~table).int().argsort(dim=-1, stable=True)
     return order.masked_fill(~table.gather(-1, order), -1)[None, ..., :width].int().contiguous()
 
 

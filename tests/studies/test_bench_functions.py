@@ -10,7 +10,7 @@ from studies.bench import functions, results
 from studies.bench.mods import MODS, Bar
 from studies.bench.suites import BACKWARD, FORWARD
 
-NAMES = ("window", "documents, 100 pieces", "T5")
+NAMES = ("window", "T5")
 
 
 def content(folder):
@@ -45,7 +45,7 @@ def test_each_row_has_times_and_errors_of_everybody_or_says_why_not(rehearsed):
             assert (bar["ratio"] is None) == (bar["than"] not in row["milliseconds"])
 
 
-OURS = {"window": ("Window",), "documents, 100 pieces": ("Documents", "Spans"), "T5": ()}
+OURS = {"window": ("Window",), "T5": ()}
 FLEX = {"flex", functions.KEPT, functions.COMPILED}
 
 
