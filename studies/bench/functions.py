@@ -262,7 +262,7 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 
 def saved(path: Path, env: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a file's rows, if they are of the same kernels, programs and versions."""
-    content = results.unpacked(json.loads(path.read_text())) if path.exists() else {"environment": {}}
+    content: Any = results.unpacked(json.loads(path.read_text())) if path.exists() else {"environment": {}}
     same = all(content["environment"].get(name) == env[name] for name in ("device", "kernels", "programs", "versions"))
     return content["rows"] if same else []
 
