@@ -131,30 +131,49 @@ def test_among_many_tiles(name, size, kind, monkeypatch):
 
 
 LENGTHS, SLOPES = torch.tensor([170, 401], dtype=torch.int32), torch.tensor([0.5, 0.25, 0.0625])
-OURS = {
-    "Causal": ("mask", tw.Causal, lambda b, h, i, j: j <= i, ()),
-    "Window": ("mask", lambda: tw.Window(150, 20), lambda b, h, i, j: (i - 150 <= j) & (j <= i + 20), ()),
-    "Prefix": ("mask", tw.Prefix, lambda b, h, i, j, lengths: (j < lengths[b]) | (j <= i), (LENGTHS,)),
-    "Padding": ("mask", tw.Padding, lambda b, h, i, j, lengths: j < lengths[b], (LENGTHS,)),
-    "SoftCap": ("score", lambda: tw.SoftCap(3.0), lambda s, b, h, i, j: 3.0 * torch.tanh(s / 3.0), ()),
-    "Alibi": ("score", tw.Alibi, lambda s, b, h, i, j, slopes: s - slopes[h] * (i - j).abs(), (SLOPES,)),
+MASKS = {
+    "Causal": (tw.Causal, lambda b, h, i, j: j <= i, ()),
+    "Window": (lambda: tw.Window(150, 20), lambda b, h, i, j: (i - 150 <= j) & (j <= i + 20), ()),
+    "Prefix": (tw.Prefix, lambda b, h, i, j, lengths: (j < lengths[b]) | (j <= i), (LENGTHS,)),
+    "Padding": (tw.Padding, lambda b, h, i, j, lengths: j < lengths[b], (LENGTHS,)),
+}
+SCORES = {
+    "SoftCap": (lambda: tw.SoftCap(3.0), lambda s, b, h, i, j: 3.0 * torch.tanh(s / 3.0), ()),
+    "Alibi": (tw.Alibi, lambda s, b, h, i, j, slopes: s - slopes[h] * (i - j).abs(), (SLOPES,)),
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("D", [64, 128])
-@pytest.mark.parametrize("name", OURS)
-def test_ours_as_functions_give_the_same_bits(name, D, kind):
-    """In a fixed order of sums, as Hopper adds dQ up in any."""
+def both(what, own, fn, tensors, kind, D):
+    """The results of ours and of the function, in a fixed order of sums, as Hopper adds dQ up in any."""
     backend, dtype = KINDS[kind]
-    what, own, fn, tensors = OURS[name]
     tensors = [t.to(DEVICE) for t in tensors]
     of = (tw.Mask if what == "mask" else tw.Score).of
-    found = []
     for made in (own(*tensors), of(fn, *tensors, align="last")):
         operands = [t.to(DEVICE) for t in draw(300, 437, D, 1, False, dtype)]
         options = {what: made, "backend": backend, "deterministic": True}
         skip_refused(operands[:3], options)
-        found.append(results(operands, [], **options))
-    for of, got, want in zip(("o", "lse", "dq", "dk", "dv"), *found, strict=True):
+        yield results(operands, [], **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("name", MASKS)
+def test_our_masks_as_functions_give_the_same_bits(name, D, kind):
+    for of, want, got in zip(("o", "lse", "dq", "dk", "dv"), *both("mask", *MASKS[name], kind, D), strict=True):
         assert torch.equal(got, want), f"{of} differs by {(got.double() - want.double()).abs().max():.2g}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("name", SCORES)
+def test_our_scores_as_functions_are_as_accurate(name, D, kind):
+    """Not the same bits: a function multiplies by scale / cap, and may be of any size, so its softmax is kept safe."""
+    own, fn, tensors = SCORES[name]
+    wide = [t.double() for t in draw(300, 437, D, 1, False, KINDS[kind][1])]
+    true = results(wide, [], score=own(*[t.double() for t in tensors]), backend="cpu")
+    for of, want, *found in zip(
+        ("o", "lse", "dq", "dk", "dv"), true, *both("score", own, fn, tensors, kind, D), strict=True
+    ):
+        ours, error = [float((t.detach().double().cpu() - want).abs().max()) for t in found]
+        allowed = 2.0 * ours + 2.0 * torch.finfo(found[0].dtype).eps * float(want.abs().max())
+        assert error <= allowed, f"{of} is off by {error:.2g}, ours by {ours:.2g}"
