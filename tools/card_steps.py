@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))
 import studies.ablation  # noqa: F401, adds its suite
-from studies.bench import state
+from studies.bench import functions, state
 from studies.bench.results import file_of, kernels_of
 from studies.bench.suites import SUITES
 
@@ -71,6 +71,8 @@ SIZES = "tests/card/test_head_sizes.py"
 """Tests that take far longer than the others: a thousand pairs of kernels to compile."""
 WIDE = "tests/card/test_wide_heads.py"
 """Tests whose kernels take long to compile."""
+FUNCTIONS = "tests/card/test_functions.py"
+"""Tests with kernels of their own for each function, a thousand, too."""
 PARALLEL = "studies.bench.parallel"
 """The module that measures many GPUs."""
 
@@ -97,7 +99,10 @@ def steps(results: Path, device: str) -> Iterator[Step]:
     """Yield all steps of a device, which write to its folder in `results`."""
     every = ("",)
     files = [file.relative_to(ROOT).as_posix() for file in sorted(ROOT.glob("tests/card/test_*.py"))]
-    for path in (path for path in files if path != SIZES):
+    yield of_tests("card functions", FUNCTIONS, kernels=every, minutes=8, files=FUNCTIONS, silence=6)
+    measured = ("-m", "studies.bench.functions", "--results", str(results))
+    yield Step("functions, in time", measured, every, 12, functions.FILES, silence=6)
+    for path in (path for path in files if path not in (SIZES, FUNCTIONS)):
         name = f"card {Path(path).stem.removeprefix('test_')}"
         minutes = 3 if path == WIDE else 0.8
         yield of_tests(name, path, "-k", "not cost", kernels=every, minutes=minutes, files=path)
