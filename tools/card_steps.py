@@ -99,7 +99,7 @@ def steps(results: Path, device: str) -> Iterator[Step]:
     """Yield all steps of a device, which write to its folder in `results`."""
     every = ("",)
     files = [file.relative_to(ROOT).as_posix() for file in sorted(ROOT.glob("tests/card/test_*.py"))]
-    yield of_tests("card functions", FUNCTIONS, kernels=every, minutes=8, files=FUNCTIONS, silence=6)
+    yield of_tests("card functions", FUNCTIONS, kernels=every, minutes=12, files=FUNCTIONS, silence=6)
     measured = ("-m", "studies.bench.functions", "--results", str(results))
     yield Step("functions, in time", measured, every, 12, functions.FILES, silence=6)
     for path in (path for path in files if path not in (SIZES, FUNCTIONS)):

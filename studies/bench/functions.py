@@ -17,7 +17,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 import tilewise as tw
 
@@ -47,6 +47,8 @@ OFF = 0.03
 """The largest error in bf16, as a share of a tensor's largest entry."""
 ROUNDS, WARM = 7, 0.1
 """Rounds of a row, and seconds for which a contender runs before each of its samples."""
+ALIGNED = 16
+"""Entries of which a row of SDPA's bias is to be a multiple."""
 ROWS = 256
 """Rows whose visible keys are counted at once."""
 KEPT, COMPILED = "flex, lists kept", "flex, compiled lists"
@@ -73,7 +75,7 @@ class Problem:
         found = {"tilewise": ours(backend, {made.what: value})}
         found |= {f"tilewise {name}": ours(backend, options) for name, options in made.ours.items()}
         found |= flex(made, self.size, self.q.device, value.varies_with(()))
-        return found | ({} if made.bias is None else {ATTENTION_BIAS: efficient(made.bias)})
+        return found if made.bias is None else found | efficient(made.bias)
 
     def call(self, attend: Attend, pass_: str) -> Callable[[], Any]:
         """Return what a pass repeats. A backward does so on the graph of one forward."""
@@ -107,15 +109,19 @@ def ours(backend: str, options: dict[str, Any]) -> Attend:
     return lambda q, k, v: tw.attention(q, k, v, backend=backend, **options)
 
 
-def efficient(bias: Tensor) -> Attend:
-    """Return a call of PyTorch's memory-efficient attention with a bias (H, N, N)."""
+def efficient(bias: Tensor) -> dict[str, Attend]:
+    """Return calls of PyTorch's memory-efficient attention with a bias (H, N, N). It copies one whose rows are not
+    aligned for every batch entry, so we give it rows that are, too."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, more: int = 0) -> Tensor:
         heads = (t.transpose(1, 2) for t in (q, k, v))
+        given = pad(bias, (0, more))[..., : bias.shape[-1]] if more else bias
         with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
-            return scaled_dot_product_attention(*heads, attn_mask=bias.expand(len(q), -1, -1, -1)).transpose(1, 2)
+            return scaled_dot_product_attention(*heads, attn_mask=given.expand(len(q), -1, -1, -1)).transpose(1, 2)
 
-    return attend
+    more = -bias.shape[-1] % ALIGNED
+    padded = {f"{ATTENTION_BIAS}, aligned": partial(attend, more=more)} if more else {}
+    return {ATTENTION_BIAS: attend, **padded}
 
 
 def flex(made: Made, size: Size, device: torch.device, varies: set[str]) -> dict[str, Attend]:
@@ -209,26 +215,29 @@ def race(problem: Problem, attends: dict[str, Attend], pass_: str, rounds: int) 
 
 
 def rows_of(
-    mod: Mod, sizes: list[Size], device: torch.device, backend: str, done: set[Any]
+    mod: Mod, sizes: list[Size], device: torch.device, backend: str, done: set[tuple[str, str, str]]
 ) -> Iterator[dict[str, Any]]:
     """Measure a mod's rows that are not done: contenders that are right on a small case."""
+    todo = {which: [n for n in sizes if (mod.name, which, str(n)) not in done] for which in (FORWARD, BACKWARD)}
+    if not any(todo.values()):
+        return
     small = Problem(mod, mod.of_length(QUICK if device.type == "cpu" else SMALL), device, backend)
     true = truth(small)
-    for pass_ in (FORWARD, BACKWARD):
-        todo = [size for size in sizes if (mod.name, pass_, str(size)) not in done]
+    for pass_, left in todo.items():
         errors: dict[str, dict[str, float]] = {}
         refused: dict[str, str] = {}
-        for name, attend in (small.attends() if todo else {}).items():
+        for name, attend in (small.attends() if left else {}).items():
             if pass_ == FORWARD or name not in (KEPT, COMPILED):
                 try:
                     errors[name] = checked(small, true, attend, pass_)
                 except Exception as error:
                     refused[name] = excuse(error, ())[1]
-        wrong = {name: "wrong, so not timed" for name, each in errors.items() if not max(each.values()) <= OFF}
-        for size in todo:
+        right = [name for name, each in errors.items() if all([error <= OFF for error in each.values()])]  # no nan
+        wrong = {name: "wrong, so not timed" for name in errors if name not in right}
+        for size in left:
             problem = Problem(mod, size, device, backend)
-            right = {name: run for name, run in problem.attends().items() if name in errors and name not in wrong}
-            seconds, why = race(problem, right, pass_, ROUNDS if device.type == "cuda" else 2)
+            attends = {name: run for name, run in problem.attends().items() if name in right}
+            seconds, why = race(problem, attends, pass_, ROUNDS if device.type == "cuda" else 2)
             bars = [judged(bar, seconds) for bar in mod.bars if pass_ in bar.passes]
             yield {
                 "mod": mod.name, "size": str(size), "pass": pass_, "backend": backend,
@@ -236,7 +245,7 @@ def rows_of(
                 "tflops": {name: problem.rate(pass_, each) for name, each in seconds.items()},
                 "errors": errors, "why": refused | wrong | why, "bars": bars,
             }  # fmt: skip
-            del problem, right
+            del problem, attends
             if device.type == "cuda":
                 torch.cuda.empty_cache()
 

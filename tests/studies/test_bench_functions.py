@@ -63,11 +63,25 @@ def test_what_is_wrong_is_not_timed(monkeypatch):
     monkeypatch.setattr(functions, "ours", lambda *given: lambda q, k, v: q)
     monkeypatch.setattr(functions, "flex", lambda *given: {})
     mod = MODS["causal"]
-    rows = functions.rows_of(mod, [mod.of_length(functions.QUICK)], torch.device("cpu"), "cpu", {(mod.name, BACKWARD)})
+    rows = functions.rows_of(mod, [mod.of_length(functions.QUICK)], torch.device("cpu"), "cpu", set())
     row = next(rows)
     assert row["milliseconds"] == {}
     assert row["why"] == dict.fromkeys(("tilewise", "tilewise Causal"), "wrong, so not timed")
     assert [bar["ratio"] for bar in row["bars"]] == [None, None]
+
+
+def test_each_mod_has_a_process_and_those_that_die_are_counted(rehearsed, monkeypatch, capsys):
+    commands = []
+
+    def run(command, **options):
+        commands.append(command)
+        return Namespace(returncode=-11 if command[-1] == "causal" else 0)
+
+    monkeypatch.setattr(functions, "subprocess", Namespace(run=run))
+    arguments = ["--device", "cpu", "--quick", "--results", str(rehearsed.folder)]
+    assert functions.main(arguments) == 1
+    assert [command[3:] for command in commands] == [[*arguments, "--mod", name] for name in MODS]
+    assert capsys.readouterr().out.splitlines()[:-1] == functions.table(rehearsed.content["rows"])[:-1]
 
 
 def test_the_table_says_which_bars_hold():
