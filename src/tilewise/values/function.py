@@ -211,6 +211,11 @@ class Function(Value):
     def fits(self, shape: tuple[int, ...], whole: tuple[Any, ...]) -> bool:  # type: ignore[override]
         return all([least is None or size >= least for size, least in zip(shape, whole, strict=False)])
 
+    def sizes(self, letter: str) -> list[int]:
+        found = zip(self.given, indices(self.text, len(self.given)), strict=True)
+        dims = [(n, at[letter]) for t, each in found for n, at in zip(t.shape, each, strict=False) if letter in at]
+        return [n - sum([self.numbers[x] for x in before]) for n, before in dims]
+
     def allowed(self, n: int, whole: tuple[Any, ...]) -> str:  # type: ignore[override]
         letters = indices(self.text, len(self.given))[n]
         least = [

@@ -128,9 +128,7 @@ class Mask(Ruled):
 
     def _size(self, letter: str) -> int:
         """Return the size of a dimension that its tensors have, 1 if none has it."""
-        pairs = [(t, shape) for part in self.parts for t, shape in zip(part.tensors, part.shapes, strict=True)]
-        sizes = [size for t, shape in pairs for size, c in zip(t.shape[::-1], shape[::-1], strict=False) if c == letter]
-        return max(sizes, default=1)
+        return max([size for part in self.parts for size in part.sizes(letter)], default=1)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -213,6 +213,11 @@ class Value(Frozen):
         """Return what bounds the size of the logits that a score of these numbers returns, if anything."""
         return None
 
+    def sizes(self, letter: str) -> list[int]:
+        """Return the sizes of those dimensions of its tensors that `shapes` names by a letter."""
+        pairs = zip(self.tensors, self.shapes, strict=True)
+        return [n for t, shape in pairs for n, c in zip(t.shape[::-1], shape[::-1], strict=False) if c == letter]
+
     @classmethod
     def batched_ranks(cls) -> list[int | None]:
         """Return the number of dimensions of each captured tensor if the first is the batch, else None."""
