@@ -161,12 +161,23 @@ def test_slopes_learn(lengths, shape):
     assert grad.dtype == torch.bfloat16
 
 
-def test_slopes_get_no_gradients_from_other_back_ends():
+def on_kernels(lengths, learned=(), **options):
+    """The portable kernels in Triton's interpreter do what the CPU does; o and gradients."""
     pytest.importorskip("triton")
-    q, slopes = draw(1, 20, H, D).float(), torch.rand(H, requires_grad=True)
-    o = tw.attention(q, q, q, score=tw.Alibi(slopes), backend="triton")
-    with pytest.raises(tw.Unsupported, match="gives Alibi's slopes no gradients so far"):
-        o.sum().backward()
+    x, do = operands(lengths)
+    x, do = [t.detach().float().requires_grad_() for t in x], do.float()
+    found = []
+    for backend in ("triton", "cpu"):
+        o = ours(x, lengths, backend=backend, **options)
+        found.append((o, *torch.autograd.grad(o, (*x, *learned), do)))
+    torch.testing.assert_close(*found, rtol=2e-4, atol=2e-5)
+    return found[0]
+
+
+@LAYOUTS
+def test_slopes_learn_on_kernels(lengths):
+    slopes = torch.rand(H, requires_grad=True)
+    on_kernels(lengths, (slopes,), score=tw.Alibi(slopes), mask=tw.Causal())
 
 
 TABLES = {
@@ -199,11 +210,19 @@ def test_rows_behind_a_sequence_may_hold_any_spans():
     check(PACKED, within(lo[:, None, :, None], lo[:, None, :, None] + 9), mask=tw.Spans(lo, lo + 9))
 
 
-def test_tables_in_packed_sequences_are_refused_elsewhere():
-    pytest.importorskip("triton")
-    x, _ = operands(PACKED)
-    with pytest.raises(tw.Unsupported, match=r"triton: Documents, Dense, .*run packed on the CPU"):
-        ours([t.float() for t in x], PACKED, mask=tw.Dense(torch.ones(M, N).bool()), backend="triton")
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_in_packed_sequences_on_kernels(name):
+    on_kernels(PACKED, mask=TABLES[name][0](M, N))
+
+
+@LAYOUTS
+def test_spans_by_head_and_blocks_on_kernels(lengths):
+    rows, _ = tables(lengths)
+    lo, hi = spans(lengths, H)
+    on_kernels(lengths, mask=tw.Spans(lo, hi))
+    lists = torch.tensor([[0, 2], [1, -1], [2, 0]]).expand(1, 1, 3, 2)[:, :, : -(-rows // 20)]
+    bias = draw(H, rows, N).float().requires_grad_()
+    on_kernels(lengths, (bias,), mask=tw.Blocks(lists, (20, 16)), score=tw.Bias(bias))
 
 
 def test_a_captured_nan_that_the_mask_hides_changes_no_gradient():

@@ -207,8 +207,9 @@ class Problem(Call):
 
     @cached_property
     def listed(self) -> bool:
-        """Tell whether the mask is no interval, so that a kernel first lists the tiles to compute."""
-        return not all([kind.interval for kind in self.kinds])
+        """Tell whether the mask is no interval, so that a kernel first lists the tiles to compute. Intervals from tables
+        begin anew in each packed sequence."""
+        return "tables" in self.needs or not all([kind.interval for kind in self.kinds])
 
     @cached_property
     def splits_keys(self) -> bool:

@@ -62,6 +62,7 @@ class _Factors:
 
     def __init__(self, build: Builder, trust_loads: bool) -> None:
         self.build, self.trust_loads = build, trust_loads
+        self.of_entries: list[bool] = []
         self.finite: list[bool] = []
 
     def parts(self, node: Node, g: Any, at: Sequence[int], n: int) -> list[tuple[int, Any]]:
@@ -89,17 +90,19 @@ class _Factors:
         return product if self.is_finite(factor.n) else (g == 0.0).op("where", 0.0, product)
 
     def is_finite(self, n: int) -> bool:
-        """Tell whether a node is finite, whatever s is. A branch of torch.where may guard captured tensors."""
+        """Tell whether a node is finite, whatever s is. A branch of torch.where may guard captured tensors, and the mask
+        hides some of what they hold for rows and keys."""
         nodes, kinds = self.build.nodes, self.build.kinds
         for m in range(len(self.finite), n + 1):
             name, args = nodes[m][0], operands(nodes[m])
+            self.of_entries.append(nodes[m] in (("in", "i"), ("in", "j")) or any([self.of_entries[x] for x in args]))
             match name:
                 case "in":
                     finite = nodes[m][1] != "s"
                 case "lit":
                     finite = not isinstance(nodes[m][1], str)
                 case "load":
-                    finite = self.trust_loads
+                    finite = self.trust_loads and not self.of_entries[m]
                 case "div":
                     finite = self.finite[args[0]] and bool(literal(nodes[args[1]]))
                 case _:

@@ -326,6 +326,7 @@ class SpansByHead(ByHead, Spans):
 
     lo: Tensor
     hi: Tensor
+    device = ""
     shapes = ("BHMK", "BHMK")
 
     @staticmethod
