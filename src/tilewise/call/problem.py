@@ -209,7 +209,8 @@ class Problem(Call):
     def listed(self) -> bool:
         """Tell whether the mask is no interval, so that a kernel first lists the tiles to compute. Intervals from tables
         begin anew in each packed sequence."""
-        return "tables" in self.needs or not all([kind.interval for kind in self.kinds])
+        packed = "packed" in self.layout.needs
+        return not all([kind.interval and (kind.varlen or not packed) for kind in self.kinds[: len(self.recipe.mask)]])
 
     @cached_property
     def splits_keys(self) -> bool:
