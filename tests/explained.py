@@ -98,6 +98,8 @@ def calls_of_functions() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]
     document = (torch.arange(1024) // 300).expand(2, -1)
     packed, table = tw.Mask.of(own["own"], document), torch.zeros(4, 100, requires_grad=True)
     yield "a window as a function", x, {"mask": own["near"]}
+    on_hopper = qkv(4096, 4096)
+    yield "a window as a function, by name", on_hopper, {"mask": own["near"], "backend": "hopper", "device": "sm_90"}
     yield "causal documents as a function", x, {"mask": tw.Causal() & packed}
     yield "a window or documents, fewer rows", (x[0][:, :300], *x[1:]), {"mask": tw.Window(99, 99) | packed}
     yield "a function that is evaluated", x, {"mask": own["crowded"]}

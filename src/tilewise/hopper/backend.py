@@ -26,9 +26,7 @@ class Hopper:
         return {
             "packed": "", "pages": "", "index": "", torch.int8: "", torch.float8_e4m3fn: "",
             "cache": "its fp32 kernels do not read caches" * (problem.dtype == torch.float32),
-            "functions": unmeasured(problem, self.name),
-            "tables": unmeasured(problem, self.name),
-            "gradients of slopes": unmeasured(problem, self.name),
+            **unmeasured(problem, self.name),
             "8-bit keys": f"it reads caches in q's type, got {_name(problem.k.dtype)}",
             "few queries": "it leaves sequences of few queries to the portable kernels",
         }  # fmt: skip

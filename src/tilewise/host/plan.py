@@ -26,10 +26,18 @@ class Launched:
     """The launches of forwards, by how many tensors they save, and those of backwards, by `unplanned`."""
 
 
-def unmeasured(p: Problem, name: str) -> str:
-    """Return why a back end takes what its kernels have not yet done on a GPU only where its name is given."""
-    named = p.recipe.backend == name
-    return "" if named else f"its kernels for this have not run on a GPU; pass backend={name!r} to run them"
+UNMEASURED = {
+    "functions": "masks and scores that are functions",
+    "tables": "tables in packed sequences",
+    "gradients of slopes": "gradients of Alibi's slopes",
+}
+"""What kernels have not done on a GPU so far, by the names of `call.backend.NEEDS`."""
+
+
+def unmeasured(p: Problem, name: str) -> dict[str, str]:
+    """Return why a back end takes these needs only where its name is given."""
+    why = "its kernels for {} have not run on a GPU; pass backend={!r} to run them"
+    return {need: "" if p.recipe.backend == name else why.format(what, name) for need, what in UNMEASURED.items()}
 
 
 def plan_of(
@@ -47,4 +55,5 @@ def plan_of(
         with on_device(x.q):
             return make_lists(p, pl, x, tiles)
 
-    return Plan(run_on_device, lambda: tuple(describe(p, pl)), lists, partial(repeat, p, pl), rest)
+    never_ran = [f"{what} have not run on a GPU" for need, what in UNMEASURED.items() if need in p.needs]
+    return Plan(run_on_device, lambda: (*describe(p, pl), *never_ran), lists, partial(repeat, p, pl), rest)

@@ -38,9 +38,7 @@ class Portable:
         return {
             **dict.fromkeys(TAKES, ""),
             "cache": "; ".join(against_cache),
-            "functions": unmeasured(p, self.name),
-            "tables": unmeasured(p, self.name),
-            "gradients of slopes": unmeasured(p, self.name),
+            **unmeasured(p, self.name),
             "8-bit keys": f"Triton converts no e4m3 on {p.target}; convert the pages to q's type" * no_e4m3,
             torch.int8: f"{p.target} multiplies no int8 in Triton; leave precision out" * old,
             torch.float8_e4m3fn: f"Triton multiplies no e4m3 on {p.target}; use precision='int8'" * no_e4m3,
