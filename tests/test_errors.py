@@ -219,7 +219,6 @@ WRONG = {
     ),
     "Blocks of no size": (lambda: tw.Blocks(torch.zeros(1, 1, 2, 2).long(), (16, 0)), ValueError, ["size", "(16, 0)"]),
     "Blocks of floats": (lambda: tw.Blocks(torch.zeros(1, 1, 2, 2), 16), TypeError, ["lists", "float32", "int32"]),
-    "not Blocks": (lambda: ~tw.Blocks(torch.zeros(1, 1, 2, 2).long(), 16), tw.Unsupported, ["`~`", "list other"]),
     "Spans of other rows": (
         call(mask=tw.Spans(*[torch.zeros(2, 4, 6, 3).long()] * 2)),
         ValueError,

@@ -210,6 +210,20 @@ def test_rows_behind_a_sequence_may_hold_any_spans():
     check(PACKED, within(lo[:, None, :, None], lo[:, None, :, None] + 9), mask=tw.Spans(lo, lo + 9))
 
 
+@LAYOUTS
+def test_blocks_join_other_masks(lengths):
+    rows, _ = tables(lengths)
+    lists = torch.tensor([[0, 2], [1, -1], [-1, -1]])[None, None, : -(-rows // 20)]
+    blocks, seen = tw.Blocks(lists, (20, 16)), listed(lists, 20, 16)
+    check(lengths, lambda b, m, n: ~seen(b, m, n), mask=~blocks)
+    near = torch.arange(60)[:, None] - torch.arange(60)
+    check(
+        lengths,
+        lambda b, m, n: seen(b, m, n) | (near[:m, :n].abs() < 4),
+        mask=blocks | (lambda b, h, i, j: abs(i - j) < 4),
+    )
+
+
 @pytest.mark.parametrize("name", TABLES)
 def test_tables_in_packed_sequences_on_kernels(name):
     on_kernels(PACKED, mask=TABLES[name][0](M, N))

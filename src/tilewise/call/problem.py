@@ -207,8 +207,8 @@ class Problem(Call):
 
     @cached_property
     def listed(self) -> bool:
-        """Tell whether the mask is no interval, so that a kernel first lists the tiles to compute. Intervals from tables
-        begin anew in each packed sequence."""
+        """Tell whether a kernel first lists the tiles to compute: the mask is no interval, or one that is read from
+        tables, in packed sequences."""
         packed = "packed" in self.layout.needs
         return not all([kind.interval and (kind.varlen or not packed) for kind in self.kinds[: len(self.recipe.mask)]])
 

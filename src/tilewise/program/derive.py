@@ -90,8 +90,8 @@ class _Factors:
         return product if self.is_finite(factor.n) else (g == 0.0).op("where", 0.0, product)
 
     def is_finite(self, n: int) -> bool:
-        """Tell whether a node is finite, whatever s is. A branch of torch.where may guard captured tensors, and the mask
-        hides some of what they hold for rows and keys."""
+        """Tell whether a node is finite, whatever s is. A branch of torch.where may guard captured tensors, and the
+        mask hides some of what they hold for rows and keys."""
         nodes, kinds = self.build.nodes, self.build.kinds
         for m in range(len(self.finite), n + 1):
             name, args = nodes[m][0], operands(nodes[m])

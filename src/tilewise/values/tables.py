@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .function import read
+from ..program import Aligned
+from .function import program_of, read
 from .masks import ByHead, Mask
 from .value import AS_WIDE, INTEGER_TYPES, Unsupported, check_type, constant, integer
 
@@ -84,8 +85,9 @@ class Blocks(ByHead):
 
     lists: (B or 1, H or 1, ceil(M / rows), width), int32 or int64: the blocks of keys that a block of rows sees, in any
     order. -1 is none, and so is a block after the last. size: the rows and keys of a block, (rows, keys), or one int
-    for both. In packed sequences blocks count from each one's first row and key. It combines with other masks by `&`.
-    Raises TypeError or ValueError for other types, shapes or sizes.
+    for both. In packed sequences blocks count from each one's first row and key. `|` and `~` read the lists, and so
+    synchronise with a GPU; later changes of them do not count there. Raises TypeError or ValueError for other types,
+    shapes or sizes.
     """
 
     lists: Tensor
@@ -111,11 +113,15 @@ class Blocks(ByHead):
         return False
 
     @property
-    def traced(self) -> Any:
-        raise Unsupported(
-            "Blocks: `|` and `~` need its keys, whose number only a call knows; combine it by `&`, list other blocks, "
-            "or make a function of a bool table: seen[b, h, i // rows, j // keys]"
-        )
+    def traced(self) -> Aligned:
+        last = int(self.lists.max()) + 1 if self.lists.numel() else 0  # a block that is on no list
+        return program_of(_of_far_keys, "mask", (self.table(last + 1), *self.size, last), "first")
+
+    def table(self, across: int) -> Tensor:
+        """Return which of so many blocks of keys are listed."""
+        inside = torch.where((self.lists >= 0) & (self.lists < across), self.lists, across)
+        table = torch.zeros((*self.lists.shape[:3], across + 1), dtype=torch.bool, device=self.lists.device)
+        return table.scatter(-1, inside.long(), True)[..., :across]
 
     def prepared(self, layout: Any, q: Tensor, k: Tensor) -> Mask:
         if "cache" in layout.needs:
@@ -139,9 +145,11 @@ class Blocks(ByHead):
                 f"Blocks: lists must have a list for each of {down} blocks of {rows} rows, got {tuple(lists.shape)}; "
                 "pass (B, H, ceil(M / rows), width)"
             )
-        inside = torch.where((lists >= 0) & (lists < across), lists, across)
-        table = torch.zeros((*lists.shape[:3], across + 1), dtype=torch.bool, device=lists.device)
-        return BlockTable.rebuild(self.size, (table.scatter(-1, inside.long(), True)[..., :across],))
+        return BlockTable.rebuild(self.size, (self.table(across),))
+
+
+def _of_far_keys(b: Any, h: Any, i: Any, j: Any, table: Any, height: Any, width: Any, last: Any) -> Any:
+    return read(table, b, h, i // height, (j // width).clamp(max=last))
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,9 +3,9 @@
 import triton
 import triton.language as tl
 
-from ..parts.scores import alibi_fn, alibi_past_grad, softcap_fn, softcap_grad
+from ..parts.scores import alibi_fn, alibi_past_grad, saturated, softcap_fn, softcap_grad
 
-__all__ = ["alibi_fn", "alibi_past_fn", "alibi_past_grad", "softcap_fn", "softcap_grad"]
+__all__ = ["alibi_fn", "alibi_past_fn", "alibi_past_grad", "saturated", "softcap_fn", "softcap_grad"]
 
 
 @triton.jit
