@@ -229,14 +229,11 @@ def test_tables_in_packed_sequences_on_kernels(name):
     on_kernels(PACKED, mask=TABLES[name][0](M, N))
 
 
-@LAYOUTS
-def test_spans_by_head_and_blocks_on_kernels(lengths):
-    rows, _ = tables(lengths)
-    lo, hi = spans(lengths, H)
-    on_kernels(lengths, mask=tw.Spans(lo, hi))
-    lists = torch.tensor([[0, 2], [1, -1], [2, 0]]).expand(1, 1, 3, 2)[:, :, : -(-rows // 20)]
-    bias = draw(H, rows, N).float().requires_grad_()
-    on_kernels(lengths, (bias,), mask=tw.Blocks(lists, (20, 16)), score=tw.Bias(bias))
+def test_spans_by_head_and_blocks_on_kernels():
+    on_kernels(PADDED, mask=tw.Spans(*spans(PADDED, H)))
+    lists = torch.tensor([[[[0, 2], [1, -1], [2, 0]]]])
+    bias = draw(H, M, N).float().requires_grad_()
+    on_kernels(PACKED, (bias,), mask=tw.Blocks(lists, (20, 16)), score=tw.Bias(bias))
 
 
 def test_a_captured_nan_that_the_mask_hides_changes_no_gradient():
