@@ -1,7 +1,5 @@
 """Bad input: the exception's type, and that its message names the argument, what it got and what is allowed."""
 
-import re
-
 import pytest
 import torch
 
@@ -260,22 +258,6 @@ def test_the_message_names_argument_got_and_allowed(wrong):
     with pytest.raises(error) as caught:
         attempt()
     assert [word for word in words if word not in str(caught.value)] == []
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("Documents", {"mask": tw.Documents(torch.zeros(1, 5).long(), torch.zeros(1, 7).long())}),
-        ("Dense", {"mask": tw.Dense(torch.ones(5, 7).bool())}),
-        ("Padding (bool)", {"mask": tw.Padding(torch.ones(1, 7).bool())}),
-        ("Bias", {"score": tw.Bias(torch.zeros(5, 7))}),
-    ],
-)
-def test_tables_in_packed_sequences_are_unsupported_elsewhere(name, options):
-    pytest.importorskip("triton")
-    packed(ends(0, 5), ends(0, 7), **options)()
-    with pytest.raises(tw.Unsupported, match=rf"triton: .*{re.escape(name)}.*run packed on the CPU"):
-        packed(ends(0, 5), ends(0, 7), backend="triton", **options)()
 
 
 def test_unsupported_is_a_value_error_and_a_runtime_error():

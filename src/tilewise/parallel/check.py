@@ -50,6 +50,8 @@ def check_call(function: str, q: Tensor, k: Tensor, v: Tensor, sharding: Shardin
             "rotate q and k by tilewise.rotary at the sharding's positions"
         )
     mask, scores = as_mask(mask), as_scores(score)
+    for part in mask.parts:
+        part.refuse_parts("a parallel call")
     _refuse_learned(scores)
     own_options = {name: options[name] for name in ("scale", "dropout", "precision", "deterministic", "backend")}
     x, recipe, longest = check_arguments(
@@ -104,7 +106,7 @@ def _plain(value: Value, name: str, t: Tensor) -> Tensor:
     if isinstance(t, tuple(BY_RANK)):
         raise TypeError(
             f"{value.public_name()}: {name} must be a plain tensor in a parallel call, got a {type(t).__name__}; "
-            "capture .full_tensor()"
+            "pass .full_tensor() of it"
         )
     return t
 

@@ -104,7 +104,7 @@ def reach(numbers: Numbers, parts: int, N: int, B: int = 0, H: int = 0) -> Reach
     """Return what rows of N see of a mask of so many parts, as far as it was read."""
     lo, hi, exact, bounds = -N, N, len(numbers) == parts, []
     for part in [one.part for one in numbers]:
-        if part.interval and not part.captures:  # a band, such as Causal
+        if part.interval and not part.captures and not isinstance(part, MaskOf):  # a band, such as Causal
             first, behind = part.keys(0)
             lo, hi = max(lo, first), min(hi, behind - 1)
         elif found := _bounds(part, N, B, H):

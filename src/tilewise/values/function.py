@@ -271,7 +271,7 @@ class Kinds(dict[str, Any]):
         if " " not in name:
             raise KeyError(name)
         found = of_name(name)
-        return replace(found, place=name.place) if isinstance(name, Name) else found
+        return type(found)(found.text, found.align, found.given, (), name.place) if isinstance(name, Name) else found
 
 
 MADE: dict[str, type[Function]] = {}

@@ -354,7 +354,7 @@ class SpansByHead(ByHead, Spans):
         if self.lo.shape[-1] != self.hi.shape[-1]:
             raise ValueError(
                 f"Spans: lo and hi must have as many intervals, got {tuple(self.lo.shape)} and "
-                f"{tuple(self.hi.shape)}; fill up with lo = hi = 0, which is none"
+                f"{tuple(self.hi.shape)}; pad the shorter with lo = hi = 0, which is none"
             )
 
     def check_contents(self, M: Any, N: Any) -> None:
