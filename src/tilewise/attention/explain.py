@@ -13,8 +13,6 @@ from ..call.operands import Operands
 from ..call.options import Everything, as_mask, as_scores, spell_out
 from ..call.problem import Problem, matmul_setting, target_of
 from ..call.recipe import Recipe
-from ..program.bounds import Grid, hides_later_keys, limits, look, tiles
-from ..program.shape import shape
 from ..quantize.codes import empty_codes
 from ..values.function import Function
 from ..values.masks import Mask
@@ -126,11 +124,16 @@ def became(mask: Mask, scores: Sequence[Score], p: Problem) -> tuple[str, ...]:
 
 def _of_mask(mask: Function) -> str:
     """Say how tiles of a function are found."""
+    from ..program.bounds import hides_later_keys  # on first use, for a quick import of the package
+    from ..program.shape import shape
+
     return CLASSES[shape(mask.text).name] + "; it hides later keys, j > i" * hides_later_keys(mask.text)
 
 
 def _of_score(score: Function) -> str:
     """Say what bounds the logits of a function, and which of its tensors learn."""
+    from ..program.bounds import limits  # on first use, as above
+
     found = limits(score.text)
     learning = sum(t.is_floating_point() and t.requires_grad for t in score.given)
     of = f"; {learning} of {len(score.given)} captured tensors get gradients" if score.given else ""
@@ -139,6 +142,8 @@ def _of_score(score: Function) -> str:
 
 def _shown(mask: Mask, p: Problem) -> list[str]:
     """Count the tiles of a mask; nothing where sequences differ in length, or there are too many."""
+    from ..program.bounds import Grid, look, tiles  # on first use, as above
+
     found = mask.traced
     grid = Grid(p.B, p.H, p.M, p.N, SIDE, SIDE, (found.align == "last") * (p.N - p.M))
     if not p.layout.uniform or p.B * p.H * -(-p.M // SIDE) * -(-p.N // SIDE) > MOST_TILES:

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 
 from ..program import Aligned, Entries, join, keep, run
-from ..program.bounds import hides_later_keys
-from ..program.shape import shape
 from .function import DECORATE, MADE, Function, Ruled, as_value
 from .value import ALL, OPEN, Ends, Unsupported, per_batch
 
@@ -43,6 +41,8 @@ class Mask(Ruled):
     @property
     def hides_later_keys(self) -> bool:
         """Tell whether the mask hides every key after its query, whatever its tensors and numbers are."""
+        from ..program.bounds import hides_later_keys  # on first use, for a quick import of the package
+
         traced = self.traced
         return traced.align == "last" and hides_later_keys(traced.program.text)
 
@@ -139,7 +139,7 @@ class MaskOf(Function, Mask):
 
     def keys(self, i: Any, b: slice = ALL) -> Ends:
         """Return the same of a function of class A (see program.shape) with rows from the last key's, else all keys."""
-        found = shape(self.text).keys
+        found = self.shape.keys
         if found is None or self.against_cache():
             return -OPEN, OPEN
         rows = torch.as_tensor(i)
@@ -155,8 +155,15 @@ class MaskOf(Function, Mask):
         return tuple([t.detach() if isinstance(t, Tensor) and t.requires_grad else t for t in self.given])
 
     @property
+    def shape(self) -> Any:
+        """Return the class of the mask and what follows from it (program/shape.py)."""
+        from ..program.shape import shape  # on first use, as above
+
+        return shape(self.text)
+
+    @property
     def interval(self) -> bool:  # type: ignore[override]
-        return shape(self.text).name == "A"
+        return self.shape.name == "A"
 
 
 MADE[MaskOf.__name__] = MaskOf

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ..program import Entries, apply, pull
-from ..program.bounds import limits, rises
 from .function import DECORATE, MADE, Function, Ruled, as_value, read
 from .value import AS_WIDE, At, check_strided, constant
 
@@ -79,9 +78,13 @@ class ScoreOf(Function, Score):
 
     @property
     def unbounded(self) -> bool:  # type: ignore[override]
+        from ..program.bounds import rises  # on first use, for a quick import of the package
+
         return rises(self.text)
 
     def limit(self, numbers: tuple[Any, ...]) -> float | None:  # type: ignore[override]
+        from ..program.bounds import limits  # on first use, as above
+
         found = limits(self.text)
         return found and max(map(abs, found))
 
