@@ -92,7 +92,7 @@ def reads_of(p: Problem, extra: Sequence[Tensor]) -> tuple[Read, ...]:
 
 def _reads_of(p: Problem, extra: Sequence[Tensor]) -> Iterator[Read]:
     masks, scores, _ = p.values(tuple(extra))
-    same = packed_by(p, tuple(extra)) is None
+    padded = packed_by(p, tuple(extra)) is None
     first = sum([len(mask.tensors) for mask in masks])
     for position, score in enumerate(scores):
         program, tensors, _, align = score.traced
@@ -106,10 +106,10 @@ def _reads_of(p: Problem, extra: Sequence[Tensor]) -> Iterator[Read]:
                     f"{score.public_name()}: kernels compute no gradient of a tensor that the logit s indexes; use "
                     "backend='cpu', or a tensor that requires none"
                 )
-            if not same and ("shift" in by or (align == "last" and "i" in by)):
+            if not padded and ("shift" in by or (align == "last" and "i" in by)):
                 by |= {"b"}
             t = program.nodes[n][1]
-            shifted = align == "last" and not (same and p.M == p.N)
+            shifted = align == "last" and not (padded and p.M == p.N)
             dims = _dims(program, index, tensors[t].shape, shifted)
             alone = [program.nodes[other][1] for other in loads].count(t) == 1
             sizes = {"": 1, "b": p.B, "h": p.H, "i": p.M, "j": p.N}

@@ -15,14 +15,7 @@ from ..tile.combine import attention_combine
 from ..tile.line import Split
 from ..tile.ranges import Variant
 from ..tile.softmax import LOG2E
-from .arguments import (
-    batch_of,
-    cdiv,
-    power_of_2,
-    rows,
-    rows_of_lse,
-    scale_of,
-)
+from .arguments import batch_of, cdiv, power_of_2, rows, rows_of_lse, scale_of
 from .launch import Launch, current_stream
 from .outputs import empty, empty_saved, fill_empty
 from .plan import Launched, plan_of

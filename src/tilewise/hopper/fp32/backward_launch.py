@@ -10,16 +10,7 @@ from torch import Tensor
 
 from ...call.operands import Grads, Operands, Saved
 from ...call.problem import Problem, once
-from ...host.arguments import (
-    TINY,
-    cdiv,
-    lengths,
-    odd,
-    packed,
-    rows,
-    unplanned,
-    unused,
-)
+from ...host.arguments import TINY, cdiv, lengths, odd, packed, rows, unplanned, unused
 from ...host.launch import Launch
 from ...host.lists import tile_lists
 from ...host.values import device_values
