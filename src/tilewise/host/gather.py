@@ -176,8 +176,8 @@ def gather_launches(c: Recompute, sums: Sequence[Tensor | None]) -> Iterator[Lau
         if read.dims is not None:
             stride = own.stride()
             steps |= dict(zip(read.dims, stride[len(stride) - len(read.dims) :], strict=True))
-        part = own.stride(0) if read.dims is not None and own.ndim > len(read.dims) else 0
-        to = Sums(own, None, part, *[steps[name] for name in "bhij"])
+        outer = [n or 1 for n in (own.stride(0), steps["b"], steps["h"])]  # any number steps over what there is one of
+        to = Sums(own, None, *map(odd, outer), steps["i"], steps["j"])
         yield launch_of(c, read, to, add=read.dims is None)
 
 
@@ -236,7 +236,8 @@ def _in_order(c: Recompute, read: Read, shape: Sequence[int], stream: int | None
         count = min(some, orbits - first)
         found = torch.empty((parts, batch, heads, count, size), dtype=torch.float32, device=device)
         offsets = torch.empty(found.shape, dtype=torch.int64, device=device)
-        launch_of(c, read, Sums(found, offsets, *found.stride()), False, first, count).run(stream)
+        part, b, h, *steps = found.stride()
+        launch_of(c, read, Sums(found, offsets, *map(odd, (part, b, h)), *steps), False, first, count).run(stream)
         there = offsets >= 0
         index = torch.where(there, offsets, 0).flatten()
         total.view(-1).index_put_((index,), torch.where(there, found, 0.0).flatten(), accumulate=True)

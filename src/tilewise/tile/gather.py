@@ -37,7 +37,8 @@ class Gather(NamedTuple):
 class Sums(NamedTuple):
     """Address the sums of each part of the work by the strides of parts, batch entries, heads, rows and columns.
 
-    offsets: where sums belong, -1 for nowhere, if they are stored by orbits; else None.
+    offsets: where sums belong, -1 for nowhere, if they are stored by orbits; else None. The first three strides are
+    2 n + 1, as in `Packed`.
     """
 
     ptr: object
@@ -130,7 +131,8 @@ def store_sums(
         acc = tl.sum(acc, 1, keep_dims=True)
     i, j = tl.arange(0, acc.shape[0])[:, None], tl.arange(0, acc.shape[1])[None, :]
     i0, j0 = t_r * tile.B_R, t_c * tile.B_C
-    to = part.to(tl.int64) * sums.part + b.to(tl.int64) * sums.batch + h.to(tl.int64) * sums.head
+    to = part.to(tl.int64) * (sums.part >> 1)
+    to += b.to(tl.int64) * (sums.batch >> 1) + h.to(tl.int64) * (sums.head >> 1)
     if gather.offset is None:
         to += (i0 + i).to(tl.int64) * sums.row + (j0 + j).to(tl.int64) * sums.column
         inside = (i0 + i < orbits.rows >> 1) & (j0 + j < orbits.columns >> 1)
