@@ -72,12 +72,14 @@ def arguments(text: str, tensors: Sequence[Tensor], numbers: Sequence[Any], plac
     place: (N - M,), or (cu_q, cu_k) where `Form.packed`, if the functions need it (see `needs_shift`); then what
     `Form.end` names.
 
-    Whole numbers are `odd`, except strides, of which a kernel may rely on multiples of 16.
+    Whole numbers are `odd`, except strides and sizes `of_rows`, of which a kernel may rely on multiples of 16.
     """
     program = decode(text)
+    rows = of_rows(program)
     found = [_count(numbers[int(name[1:])]) for name in _numbers(program)]
     for t in _ranks(program):
-        found += [tensors[t], *tensors[t].stride(), *map(odd, tensors[t].shape)]
+        sizes = [n if (t, axis) in rows else odd(n) for axis, n in enumerate(tensors[t].shape)]
+        found += [tensors[t], *tensors[t].stride(), *sizes]
     return (*found, *map(_count, place))
 
 
@@ -109,22 +111,31 @@ def _ranks(program: Program) -> dict[int, int]:
     return {t: found[t] for t in sorted(found)}
 
 
+def of_rows(program: Program) -> frozenset[tuple[int, int]]:
+    """Return the last axes, of captured tensors, of which j is the index: neighbours lie side by side in memory, and
+    are read at once where 16 divides the size."""
+    loads = [(program.nodes[n][1], operands(program.nodes[n])) for n in program.loads]
+    return frozenset([(t, len(xs) - 1) for t, xs in loads if xs and program.nodes[xs[-1]] == ("in", "j")])
+
+
 @lru_cache(1024)
 def source(text: str, form: Form, hopper: bool = False) -> str:
     """Return the source of a program's device functions."""
     program = decode(text)
-    form, captured = _widened(program, form), _captured(program, form)
+    form = _widened(program, form)
     if program.kinds[program.outputs[0]] == "b":
-        made = [_function("keep", ["b", "h", "i", "j", *captured], _mask_lines(program, form))]
+        made = [("keep", ["b", "h", "i", "j"], _mask_lines(program, form))]
         _, _, keys, queries = shape(text)
         if keys and queries:
-            made.append(_function("keys", ["b", "i", *captured], _range_lines(keys, form, "i")))
-            made.append(_function("queries", ["b", "j", *captured], _range_lines(queries, form, "j")))
-        return "\n\n".join(made)
-    derived = (by_output(text) if hopper else None) or derivative(text)
-    fn = _function("fn", ["S", "unit", "at", *captured], _score_lines(program, form, hopper, "S"))
-    grad = _function("grad", ["dS", "S", "T", "unit", "at", *captured], _score_lines(derived, form, hopper, "dS"))
-    return f"{fn}\n\n{grad}"
+            made.append(("keys", ["b", "i"], _range_lines(keys, form, "i")))
+            made.append(("queries", ["b", "j"], _range_lines(queries, form, "j")))
+    else:
+        derived = (by_output(text) if hopper else None) or derivative(text)
+        made = [
+            ("fn", ["S", "unit", "at"], _score_lines(program, form, hopper, "S")),
+            ("grad", ["dS", "S", "T", "unit", "at"], _score_lines(derived, form, hopper, "dS")),
+        ]
+    return _functions(program, form, made)
 
 
 def gather_functions(text: str, load: int, form: Form) -> dict[str, Any]:
@@ -136,17 +147,13 @@ def gather_functions(text: str, load: int, form: Form) -> dict[str, Any]:
 def gather_source(text: str, load: int, form: Form) -> str:
     """Return their source."""
     program = decode(text)
-    form, captured = _widened(program, form), _captured(program, form)
+    form = _widened(program, form)
     t, *index = program.nodes[load][1], *operands(program.nodes[load])
     derived = derivative(text, (t,))
     place = gathers(program, (t,)).index(load)
     value = _score_lines(_part(derived, derived.outputs[1 + place : 2 + place]), form, False, "dS")
     offset = _offset_lines(_part(program, index), t, form) if index else ["return at.b * 0, at.b >= 0"]
-    made = [
-        _function("value", ["dS", "S", "T", "unit", "at", *captured], value),
-        _function("offset", ["at", *captured], offset),
-    ]
-    return "\n\n".join(made)
+    return _functions(program, form, [("value", ["dS", "S", "T", "unit", "at"], value), ("offset", ["at"], offset)])
 
 
 def _part(program: Program, outputs: Sequence[int]) -> Program:
@@ -170,6 +177,14 @@ def _captured(program: Program, form: Form) -> list[str]:
     if needs_shift(program, form):
         captured += ["cu_q", "cu_k"] if form.packed else ["shift"]
     return captured + [form.end] * bool(form.end)
+
+
+def _functions(program: Program, form: Form, made: Sequence[tuple[str, list[str], list[str]]]) -> str:
+    """Return the source of functions, given by name, parameters before what the program captured, and lines."""
+    captured, rows = _captured(program, form), of_rows(program)
+    axes = [(t, axis) for t, rank in _ranks(program).items() for axis in range(rank)]
+    sizes = [f"t{t}_size{axis} = t{t}_size{axis} >> 1" for t, axis in axes if (t, axis) not in rows]
+    return "\n\n".join([_function(name, [*given, *captured], [*sizes, *lines]) for name, given, lines in made])
 
 
 def _function(name: str, parameters: list[str], lines: list[str]) -> str:
@@ -244,7 +259,7 @@ def _offset_lines(program: Program, t: int, form: Form) -> list[str]:
     offset = "0"
     for axis, (at, _) in enumerate(found):
         offset = (
-            f"({offset}) * (t{t}_size{axis} >> 1) + tl.cast({at}, tl.int64)" if axis else f"tl.cast({at}, tl.int64)"
+            f"({offset}) * t{t}_size{axis} + tl.cast({at}, tl.int64)" if axis else f"tl.cast({at}, tl.int64)"
         )
     checks = [check for _, check in found if check] or ["(at.b >= 0)"]
     return [*lines, *writer.lines[before:], f"return {offset}, {' & '.join(checks)}"]

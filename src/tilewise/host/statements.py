@@ -208,7 +208,7 @@ class Statements:
     def index(self, name: str, t: int, axis: int, x: int) -> tuple[str, str]:
         """Return node x as an index into an axis of a captured tensor, and whether it lies inside, if that is to be
         asked. A negative one becomes `name`, counted from the end."""
-        at, size = self.names[x], f"(t{t}_size{axis} >> 1)"
+        at, size = self.names[x], f"t{t}_size{axis}"
         if self.nodes[x] in (("in", "b"), ("in", "h")):
             return at, ""
         if not self.natural[x]:
