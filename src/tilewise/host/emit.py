@@ -258,9 +258,7 @@ def _offset_lines(program: Program, t: int, form: Form) -> list[str]:
     found = [writer.index(f"y{axis}", t, axis, x) for axis, x in enumerate(program.outputs)]
     offset = "0"
     for axis, (at, _) in enumerate(found):
-        offset = (
-            f"({offset}) * t{t}_size{axis} + tl.cast({at}, tl.int64)" if axis else f"tl.cast({at}, tl.int64)"
-        )
+        offset = f"({offset}) * t{t}_size{axis} + tl.cast({at}, tl.int64)" if axis else f"tl.cast({at}, tl.int64)"
     checks = [check for _, check in found if check] or ["(at.b >= 0)"]
     return [*lines, *writer.lines[before:], f"return {offset}, {' & '.join(checks)}"]
 
