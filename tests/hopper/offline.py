@@ -26,7 +26,7 @@ from tilewise.hopper.tiles import BIAS
 from tilewise.host.gather import empty_sums
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
-from offline import described, meta, read_hopper, use_target
+from offline import described, known, meta, read_hopper, read_new, use_target
 
 B, S, H = 2, 1024, 4
 DTYPES = torch.bfloat16, torch.float32
@@ -147,12 +147,13 @@ BIASED = ("attention_backward_gather",)
 def main(only: str | None = None) -> Iterator[dict[str, Any]]:
     """Every kernel that multiplies, per head size and call; with a bias that of its gradient alone."""
     use_target("sm_90")
+    digests = known("hopper/offline.py")
     for D, names in CALLS.items():
         for name in [only] if only else names:
             for one in launches(D, calls()[name]):
                 kernel = one.kernel.fn.__name__
                 if kernel in (BIASED if name == "biased" else MULTIPLY):
-                    yield {"kernel": kernel, "D": D, "call": name} | read_hopper(one.compile())
+                    yield {"kernel": kernel, "D": D, "call": name} | read_new(one, digests, read_hopper)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from tilewise.hopper.fp32 import launch as fp32_launch
 from tilewise.hopper.tiles import KINDS
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
-from offline import described, meta, read_hopper, use_target
+from offline import described, known, meta, read_hopper, read_new, use_target
 
 B, S, H = 2, 1024, 4
 CALLS = {
@@ -60,13 +60,13 @@ def launches(D: int, precision: str, call: str) -> list[Any]:
 def main() -> Iterator[dict[str, Any]]:
     """Every row of the table, and every kind of call."""
     use_target("sm_90")
+    digests = known("hopper/offline_fp32_backward.py")
     for D, calls in CALLS.items():
         for precision in KINDS:
             for call in calls:
                 made = {one.kernel.fn.__name__: one for one in launches(D, precision, call)}
-                compiled = made["attention_backward_fp32"].compile()
                 row = {"kernel": "attention_backward_fp32", "D": D, "call": f"{precision} {call}"}
-                yield row | read_hopper(compiled)
+                yield row | read_new(made["attention_backward_fp32"], digests, read_hopper)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from tilewise.tile.scores import Entries, apply_scores, scores_backward
 from tilewise.warm.cross_compile import use_target
 
 sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "triton")]
+from known import compile_new, known
 from offline import innermost_loops, registers_and_spills, sass
 from program.emitted import mask_part, score_part
 from program.functions import M, N, examples
@@ -91,12 +92,17 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def compiled(kernel: Any, mask: Any, scores: Any, grad: bool) -> dict[str, Any]:
-    """What a kernel became: instructions of its loop, registers, spilled bytes."""
+    """What a kernel became: instructions of its loop, registers, spilled bytes; of what is known, nothing."""
     S = meta(1 << 20)
-    made = kernel.warmup(S, S, S, S, mask, scores, 1000, 1040, 4, GRAD=grad, B_R=64, B_C=32, grid=(1,))
+    kernel.device_caches.clear()
+    digest, made = compile_new(
+        lambda: kernel.warmup(S, S, S, S, mask, scores, 1000, 1040, 4, GRAD=grad, B_R=64, B_C=32, grid=(1,)), DIGESTS
+    )
+    if made is None:
+        return {"ir": digest}
     registers, spilled = registers_and_spills(made)
     (loop,) = innermost_loops(sass(made.asm["cubin"]), r"\bSTG\b")
-    return {"instructions": len(INSTRUCTION.findall(loop)), "registers": registers, "spilled": spilled}
+    return {"ir": digest, "instructions": len(INSTRUCTION.findall(loop)), "registers": registers, "spilled": spilled}
 
 
 def on_meta(t: Any) -> Any:
@@ -200,9 +206,10 @@ def counts() -> Iterator[dict[str, Any]]:
 
 if __name__ == "__main__":
     use_target("sm_90")
+    DIGESTS = frozenset() if sys.argv[1] == "counts" else known(f"program/emit_compiled.py {sys.argv[1]}")
     todo = {
         "triton": lambda: rows(triton_tiles, None), "gluon": lambda: rows(gluon_tiles, of_hopper.saturated),
         "counts": counts,
     }  # fmt: skip
     for row in todo[sys.argv[1]]():
-        print(json.dumps(row), flush=True)
+        print(json.dumps({"triton": triton.__version__, **row}), flush=True)

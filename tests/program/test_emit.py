@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from known import remember
 from program.functions import B, H, M, N, examples
 from scripts import lines
 
@@ -182,7 +183,7 @@ def test_captured_numbers_and_tensors():
 
     found = trace(less, "score", (2, unread, table, 0.75))
     got = arguments(found.program.text, found.tensors, found.numbers, (N - M,))
-    assert got == (0.75, table, N, 2, *map(odd, (H, 9, N - M)))
+    assert got == (0.75, table, N, 2, odd(H), 9, odd(N - M)), "a size of rows is itself"
 
 
 def test_one_function_for_equal_programs():
@@ -239,6 +240,7 @@ def test_all_functions_compile(kernel):
     """For sm_90, in kernels of both languages."""
     found = lines("program/emit_compiled.py", kernel)
     assert {row["name"] for row in found} >= set(EXAMPLES)
+    remember(found[0]["triton"], f"program/emit_compiled.py {kernel}", found)
 
 
 @pytest.mark.compile

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
@@ -34,6 +34,9 @@ from tilewise.triton import launch
 from tilewise.triton.plan import plan
 from tilewise.triton.tiles import SPECIAL
 from tilewise.warm.cross_compile import use_target
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from known import compile_new, known
 
 MAIN = ("sm_80", "sm_90", "sm_100")
 """Targets that get every call; the others get fewer, so that all take a few minutes together."""
@@ -166,12 +169,13 @@ def compile_all(target: str) -> Iterator[dict[str, Any]]:
     except Exception as error:  # whatever the compiler raises
         yield {"refused": " ".join(str(error).split())}
         return
+    digests = known(f"triton/offline.py {target}")
     for call in calls(target):
         for one in launches_of(target, call):
             row = {"kernel": one.kernel.fn.__name__, "dtype": str(call.dtype).removeprefix("torch."), "D": call.D}
             row["variant"] = call.variant
             try:
-                yield row | read(one.compile())._asdict()
+                yield row | read_new(one, digests, lambda kernel: read(kernel)._asdict())
             except Exception as error:  # whatever the compiler raises: the test shows it
                 yield row | {"error": f"{type(error).__name__}: {error}"[:2000]}
 
@@ -202,6 +206,13 @@ class Compiled(NamedTuple):
     conflicts: int
     """Right factors of FMA units that lie in shared memory by rows, so that reads of neighbouring columns meet in a
     bank."""
+
+
+def read_new(one: launch.Launch, digests: frozenset[str], read: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+    """What a launch became, with the digest of its IR; where that is known to be without faults, that alone."""
+    one.kernel.device_caches.clear()
+    digest, kernel = compile_new(one.compile, digests)
+    return {"ir": digest} | ({"known": True} if kernel is None else read(kernel))
 
 
 def read(kernel: Any) -> Compiled:

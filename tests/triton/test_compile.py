@@ -1,7 +1,8 @@
 """Tier 3: the kernels compile for chips that are not here, with the oldest and the newest Triton, and compile well.
 
 From sm_80 on, no local loads or stores in the loops of 16-bit kernels with head sizes up to 128. Elsewhere their number
-is in spills.json and may not grow; `python tests/triton/test_compile.py [sm_90 …]` measures it again.
+is in spills.json and may not grow; `python tests/triton/test_compile.py [sm_90 …]` measures it again. What is known
+(known.py) is not compiled.
 """
 
 import json
@@ -14,6 +15,7 @@ from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
+from known import ANEW, remember
 from scripts import NEWEST, RELEASES, folder_of, lines
 
 HERE = Path(__file__).parent
@@ -51,11 +53,11 @@ KERNELS = {
 
 
 @cache
-def offline(folder, *arguments):
+def offline(folder, *arguments, **variables):
     """The lines that offline.py prints, which may read what is compiled by the installed Triton's tool."""
     installed = Path(find_spec("triton").origin).parent
     tool = str(installed / "backends" / "nvidia" / "bin" / "cuobjdump")
-    found = lines("triton/offline.py", *arguments, folder=folder, TILEWISE_CUOBJDUMP=tool)
+    found = lines("triton/offline.py", *arguments, folder=folder, TILEWISE_CUOBJDUMP=tool, **variables)
     assert found
     return found
 
@@ -73,6 +75,8 @@ def is_strict(target, row):
 
 def faults(target, row, record):
     """What is wrong with a kernel, as sentences."""
+    if "known" in row:
+        return []
     if "error" in row:
         return [row["error"]]
     found = []
@@ -122,6 +126,7 @@ def test_every_kernel_compiles_well(target, release):
     wrong = {name(row): faults(target, row, record) for row in rows}
     wrong = {kernel: found for kernel, found in wrong.items() if found}
     assert not wrong, "\n".join([f"Triton {version}, {target}:", *(f"{k}: {'; '.join(f)}" for k, f in wrong.items())])
+    remember(version, f"triton/offline.py {target}", rows)
 
 
 @pytest.mark.compile
@@ -185,7 +190,7 @@ def measure(targets):
     folders = [None, *filter(None, [os.environ.get(NEWEST)])]
     for folder in folders:
         for target in targets:
-            rows = offline(folder, "compile", target)
+            rows = offline(folder, "compile", target, **{ANEW: "1"})
             read = [row for row in rows if "spills" in row and row["kernel"] not in NO_PRODUCTS]
             kept = {name(row): row["spills"] for row in read if not is_strict(target, row)}
             record.setdefault(rows[0]["triton"], {})[target] = dict(sorted(kept.items()))
