@@ -83,16 +83,26 @@ def arguments(text: str, tensors: Sequence[Tensor], numbers: Sequence[Any], plac
     return (*found, *map(_count, place))
 
 
-def is_finite(text: str) -> bool:
-    """Tell whether a score of finite numbers is finite, but for overflow, also where captured ones are 0."""
+@lru_cache(1024)
+def is_finite(text: str, zeros: tuple[bool, ...] = ()) -> bool:
+    """Tell whether a score of finite numbers is finite, but for overflow, also where captured tensors hold 0.
+
+    zeros: which captured numbers are 0; without it, any of them may be.
+    """
     program = decode(text)
     finite: list[bool] = []
     for node, kind in zip(program.nodes, program.kinds, strict=True):
         name, xs = node[0], operands(node)
         keeps = name in KEEP_FINITE or name in BOUNDED or name in ("in", "lit", "load", "exp", "exp2")
-        keeps |= name == "div" and bool(literal(program.nodes[xs[1]]))
+        keeps |= name == "div" and _is_not_0(program.nodes[xs[1]], zeros)
         finite.append(kind != "f" or (keeps and all([finite[x] for x in xs])))
     return finite[program.outputs[0]]
+
+
+def _is_not_0(node: Any, zeros: tuple[bool, ...]) -> bool:
+    """Tell whether a literal or a captured number is known not to be 0."""
+    number = node[1][1:] if node[0] == "in" else ""
+    return bool(literal(node)) or (number.isdigit() and bool(zeros) and not zeros[int(number)])
 
 
 def _count(x: Any) -> Any:

@@ -32,6 +32,9 @@ class Form(NamedTuple):
     end: str = ""
     """What is captured so that scores are 0 in a tile's rows behind the last, where P is 0 and logits must be finite:
     "N", "keys" for cu_k, or nothing where they are finite anyway."""
+    steps: bool = False
+    """On Hopper, whether terms of i - j are subtracted from S one by one. Their sum, made before S is there, would lie
+    in registers meanwhile."""
 
 
 class Sum(NamedTuple):
@@ -192,13 +195,14 @@ class Statements:
         differs by tile."""
         terms: tuple[list[str], ...] = [], [], []
         checks = []
-        for axis, x in enumerate(indices):
+        splits = [self.split(x) if self.natural[x] else None for x in indices]
+        narrow = self.form.narrow and not any(splits)  # a sum in parts is extended to 64 bits in parts
+        for axis, (x, split) in enumerate(zip(indices, splits, strict=True)):
             at, check = self.index(f"y{n}_{axis}", t, axis, x)
             checks += [check] * bool(check)
-            split = self.split(x) if self.natural[x] else None
             pieces = [(1, split[0]), (2, split[1])] if split else [(0 if self.is_scalar(x) else 2, at)]
             for place, piece in pieces:
-                index = piece if self.form.narrow else f"tl.cast({piece}, tl.int64)"
+                index = piece if narrow else f"tl.cast({piece}, tl.int64)"
                 terms[place].append(f"{index} * t{t}_stride{axis}")
         offset = " + ".join([*terms[0], *terms[1], *terms[2]])
         mask = f", mask={' & '.join(checks)}, other=0" if checks else ""
@@ -309,14 +313,26 @@ class Statements:
             return self.real(xs[1])
         if name in ("tanh", "sigmoid") and "s" in self.reads[n]:
             return self.saturated(n, "1.0") if name == "tanh" else f"(0.5 + {self.saturated(n, '0.5')})"
+        if name in ("add", "sub") and self.form.steps and "s" in self.reads[xs[0]] and (terms := self.terms(xs[1])):
+            sign = "+" if name == "add" else "-"
+            return f"({f' {sign} '.join([self.names[xs[0]], *terms])})"
         if name == "mul" and self.is_scalar(xs[0]) != self.is_scalar(xs[1]):
             by, x = xs if self.is_scalar(xs[0]) else xs[::-1]
-            factor, node = self.names[by], self.nodes[x]
-            if node[0] == "tanh" and "s" in self.reads[x]:
-                return self.saturated(x, factor)
-            if node[:2] == ("cast", "f") and (split := self.split(node[2])):
-                return "({0} * tl.cast({1}, tl.float32) + {0} * tl.cast({2}, tl.float32))".format(factor, *split)
+            if self.nodes[x][0] == "tanh" and "s" in self.reads[x]:
+                return self.saturated(x, self.names[by])
+            if terms := self.terms(n):
+                return f"({' + '.join(terms)})"
         return None
+
+    def terms(self, n: int) -> list[str]:
+        """Return the terms of a number times a whole number that `split` divides."""
+        name, *xs = self.nodes[n]
+        if name != "mul" or self.is_scalar(xs[0]) == self.is_scalar(xs[1]):
+            return []
+        by, x = xs if self.is_scalar(xs[0]) else xs[::-1]
+        node = self.nodes[x]
+        split = self.split(node[2]) if node[:2] == ("cast", "f") else None
+        return [f"{self.names[by]} * tl.cast({part}, tl.float32)" for part in split or ()]
 
     def saturated(self, n: int, limit: str) -> str:
         """Return `limit` times tanh, or limit 2 (sigmoid - 1/2)."""

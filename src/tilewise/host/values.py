@@ -67,7 +67,7 @@ def _score_part(p: Problem, score: Any, unit: float, own: Any, where: Packed | N
         fn, grad = (getattr(own if hasattr(own, name) else DEVICE_SCORES, name) for name in names)
         return scores.Part(fn, grad, unit, score.arguments(p))
     traced = score.traced
-    form = form_of(p, traced, where, p.past)
+    form = form_of(p, traced, where, p.past)._replace(steps=getattr(own, "STEPS", False))
     made = functions(traced.program.text, form, getattr(own, "saturated", None))
     return scores.Part(made["fn"], made["grad"], unit, captured(p, traced, form, where))
 
@@ -90,11 +90,12 @@ def form_of(p: Problem, traced: Aligned, where: Packed | None, past: bool = Fals
 
     past: whether the mask hides later keys, which says something of scores alone.
     """
-    program, tensors, _, rows = traced
+    program, tensors, numbers, rows = traced
     greatest = p.B - 1, p.H - 1, max(p.M, p.N) + STICKS_OUT, p.N + STICKS_OUT
     narrow = all([_last(t) < MOST for t in tensors])
     of_mask = program.kinds[program.outputs[0]] == "b"
-    end = "" if of_mask or is_finite(program.text) else "N" if where is None else "keys"
+    finite = of_mask or is_finite(program.text, tuple([x == 0 for x in numbers]))
+    end = "" if finite else "N" if where is None else "keys"
     return Form(rows, past and rows == "last", narrow, exceeds(program.text, *greatest), where is not None, end)
 
 

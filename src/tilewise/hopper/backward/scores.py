@@ -7,6 +7,9 @@ from ..parts.scores import alibi_fn, alibi_past_grad, saturated, softcap_fn, sof
 
 __all__ = ["alibi_fn", "alibi_past_fn", "alibi_past_grad", "saturated", "softcap_fn", "softcap_grad"]
 
+STEPS = True
+"""See `Form.steps` in host/statements.py; `alibi_past_fn` does it by hand."""
+
 
 @triton.jit
 def alibi_past_fn(S, unit, at, slopes, batch, head):
