@@ -14,7 +14,7 @@ import triton.language as tl
 from program.emitted import mask_part, score_part, scored, seen
 
 from tilewise.host.arguments import odd
-from tilewise.host.emit import Form, arguments, by_output, functions, source
+from tilewise.host.emit import Form, arguments, by_output, functions, is_finite, source
 
 AT = Entries.of(B, H, M, N)
 EXAMPLES = examples()
@@ -59,10 +59,10 @@ def test_masks(name, wide):
 
 
 @pytest.mark.parametrize("name", [name for name, example in EXAMPLES.items() if example.what == "score"])
-@pytest.mark.parametrize("of_hopper", [None, saturated])
-def test_scores_and_their_gradients(name, of_hopper):
+@pytest.mark.parametrize(("of_hopper", "steps"), [(None, False), (saturated, False), (saturated, True)])
+def test_scores_and_their_gradients(name, of_hopper, steps):
     found, (S, dS) = traced(name), logits()
-    form = FIRST if of_hopper else FIRST._replace(narrow=True)
+    form = FIRST._replace(steps=steps) if of_hopper else FIRST._replace(narrow=True)
     got = scored(score_part(found, form, (N - M,), saturated=of_hopper), S, dS)
     for x, want in zip(got, of_torch(found, S, dS), strict=True):
         assert_close(x, want)
@@ -203,6 +203,20 @@ def test_absolute_distances_need_no_abs_in_the_past():
     assert source(text, Form()).count("abs") == 2
     assert "abs" not in source(text, Form(past=True))
     assert "abs" in source(trace(lambda s, b, h, i, j: s - abs(i - j - 1), "score").program.text, Form(past=True))
+
+
+def test_terms_of_distances_are_subtracted_one_by_one_where_registers_are_few():
+    text = trace(lambda s, b, h, i, j, x: s - x * abs(i - j), "score", (0.5,)).program.text
+    of_sum, by_term = (source(text, Form(past=True, steps=steps), hopper=True) for steps in (False, True))
+    assert "(s - x" in of_sum
+    assert "(s - f0 * tl.cast((row0 - column0), tl.float32) - f0 * tl.cast((row - column), tl.float32))" in by_term
+
+
+def test_numbers_that_are_not_0_keep_scores_finite():
+    text = trace(lambda s, b, h, i, j, x: torch.tanh(s / x), "score", (0.5,)).program.text
+    assert is_finite(text, (False,))
+    assert not is_finite(text, (True,))
+    assert not is_finite(text)
 
 
 def test_derivatives_by_the_output():
