@@ -38,3 +38,12 @@ def test_every_function(name, packed):
     for got, want in zip(found, wanted, strict=True):
         largest = float(want.detach()[want.isfinite()].abs().max())
         torch.testing.assert_close(got, want, rtol=2e-4, atol=1e-5 * max(1.0, largest))
+
+
+@pytest.mark.parametrize("origin", [None, tw.Origin(64, 128)], ids=str)
+def test_dropout_draws_the_same_bits_whatever_type_bounds_have(origin):
+    """Keys begin and end where 64-bit numbers say."""
+    mask = tw.Mask.of(lambda b, h, i, j, lengths: j < lengths[b], torch.tensor([N, 128 + N // 2]))
+    options = {"mask": mask, "dropout": 0.3, "seed": 11, "origin": origin}
+    for got, want in zip(*(results(backend, False, [], **options) for backend in ("triton", "cpu")), strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-4, atol=1e-5)

@@ -74,13 +74,21 @@ def arguments(text: str, tensors: Sequence[Tensor], numbers: Sequence[Any], plac
 
     Whole numbers are `odd`, except strides and sizes `of_rows`, of which a kernel may rely on multiples of 16.
     """
-    program = decode(text)
-    rows = of_rows(program)
-    found = [_count(numbers[int(name[1:])]) for name in _numbers(program)]
-    for t in _ranks(program):
-        sizes = [n if (t, axis) in rows else odd(n) for axis, n in enumerate(tensors[t].shape)]
+    of_numbers, of_tensors = _taken(text)
+    found = [_count(numbers[n]) for n in of_numbers]
+    for t, rows in of_tensors:
+        sizes = [n if of_row else odd(n) for n, of_row in zip(tensors[t].shape, rows, strict=True)]
         found += [tensors[t], *tensors[t].stride(), *sizes]
     return (*found, *map(_count, place))
+
+
+@lru_cache(1024)
+def _taken(text: str) -> tuple[tuple[int, ...], tuple[tuple[int, tuple[bool, ...]], ...]]:
+    """Return the captured numbers that a program reads, and the tensors, each with which axes are `of_rows`."""
+    program = decode(text)
+    rows = of_rows(program)
+    of_tensors = [(t, tuple([(t, axis) in rows for axis in range(rank)])) for t, rank in _ranks(program).items()]
+    return tuple([int(name[1:]) for name in _numbers(program)]), tuple(of_tensors)
 
 
 @lru_cache(1024)
@@ -191,9 +199,10 @@ def _captured(program: Program, form: Form) -> list[str]:
 
 def _functions(program: Program, form: Form, made: Sequence[tuple[str, list[str], list[str]]]) -> str:
     """Return the source of functions, given by name, parameters before what the program captured, and lines."""
-    captured, rows = _captured(program, form), of_rows(program)
-    axes = [(t, axis) for t, rank in _ranks(program).items() for axis in range(rank)]
-    sizes = [f"t{t}_size{axis} = t{t}_size{axis} >> 1" for t, axis in axes if (t, axis) not in rows]
+    captured = _captured(program, form)
+    _, of_tensors = _taken(program.text)
+    axes = [(t, axis) for t, rows in of_tensors for axis, of_row in enumerate(rows) if not of_row]
+    sizes = [f"t{t}_size{axis} = t{t}_size{axis} >> 1" for t, axis in axes]
     return "\n\n".join([_function(name, [*given, *captured], [*sizes, *lines]) for name, given, lines in made])
 
 
@@ -230,6 +239,9 @@ def _range_lines(program: Program, form: Form, of: str) -> list[str]:
     ends = [writer.names[out] for out in program.outputs]
     if of == "j":
         ends = [f"({end} + {_shift('b', form)})" for end in ends] if form.rows != "last" else ends
+    # kernels count in 32 bits, dropout among them, whatever the type of what was captured
+    far = [f"tl.minimum(tl.maximum({end}, {-OPEN}), {OPEN})" if form.wide else end for end in ends]
+    ends = [f"tl.cast({end}, tl.int32)" for end in far]
     lines = [f"row = {_row('i', 'b', form)}"] if of == "i" else [f"column = {_index('j', form)}"]
     return [*lines, *writer.lines, f"return {', '.join(ends)}"]
 

@@ -13,6 +13,9 @@ from .function import read
 from .masks import ByHead, Full, Mask
 from .value import ALL, AS_WIDE, INTEGER_TYPES, OPEN, At, Ends, check_type, constant, integer, per_batch
 
+FAR = OPEN - 1
+"""No row is so far from a key. As 2 n + 1, a kernel takes it in 32 bits."""
+
 
 @dataclass(frozen=True, eq=False)
 class Causal(Mask):
@@ -48,7 +51,7 @@ class Window(Mask):
 
     @property
     def rule_takes(self) -> tuple[Any, ...]:
-        return self.arguments(None)
+        return tuple([min(n, FAR) for n in self.arguments(None)])
 
     def __post_init__(self) -> None:
         for name in ("left", "right"):
