@@ -66,7 +66,7 @@ def _digested(digests: frozenset[str]) -> Iterator[list[str]]:
     def replaced(make_ir: Any) -> Any:
         def make(self: Any, target: Any, options: Any, *rest: Any) -> Any:
             module = make_ir(self, target, options, *rest)
-            text = f"{target} {options.hash()} {module}"
+            text = f"{target} {options.hash()} {module.str_nodebug()}"
             found.append(hashlib.sha256(text.encode()).hexdigest()[:16])
             if found[-1] in digests:
                 raise KnownError
