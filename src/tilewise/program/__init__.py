@@ -2,7 +2,7 @@
 
 trace.py makes a program of a function, derive.py its derivative, run.py computes it in PyTorch. ops.py is the table of
 operations, functions.py lists what a function may use. arithmetic.py, bounds.py and shape.py find the tiles that a mask
-shows, which the CPU skips by; host/emit.py makes device functions, which no back end uses yet.
+shows, by which the CPU skips the others; host/emit.py makes device functions for GPUs.
 """
 
 from .derive import derivative
