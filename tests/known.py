@@ -2,7 +2,7 @@
 
 Machine code follows from the IR, the options, and the release of Triton, which brings its assembler. So where a digest
 is known, `compile_new` stops at the IR: a fifth of the time. With TILEWISE_COMPILE_ANEW=1 nothing is known, and tests
-that pass write what they compiled; do that after a change of kernels, or all of CI's machines compile it.
+that pass write what they compiled. Do that after a change of kernels, or every run in CI compiles them again.
 """
 
 import hashlib

@@ -208,11 +208,11 @@ class Compiled(NamedTuple):
     bank."""
 
 
-def read_new(one: launch.Launch, digests: frozenset[str], read: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+def read_new(one: launch.Launch, digests: frozenset[str], reader: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
     """What a launch became, with the digest of its IR; where that is known to be without faults, that alone."""
     one.kernel.device_caches.clear()
     digest, kernel = compile_new(one.compile, digests)
-    return {"ir": digest} | ({"known": True} if kernel is None else read(kernel))
+    return {"ir": digest} | ({"known": True} if kernel is None else reader(kernel))
 
 
 def read(kernel: Any) -> Compiled:
