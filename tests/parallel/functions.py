@@ -44,6 +44,15 @@ def masks():
     }
 
 
+@lru_cache(None)
+def by_head():
+    """Masks whose tensors have one list, or several intervals, for each of 4 heads."""
+    g = generator(12)
+    lists = torch.randint(-1, -(-N // 5), (B, 4, -(-N // 7), 6), generator=g)
+    first = torch.randint(0, N, (1, 4, N, 2), generator=g)
+    return {"blocks": tw.Blocks(lists, (7, 5)) & tw.Window(30, 9), "spans": tw.Spans(first, first + 9)}
+
+
 def scores(learned):
     """Scores, and the tensor that each learns."""
     table, gates, tau = (learned[name] for name in ("table", "gates", "tau"))
@@ -66,15 +75,15 @@ def call(attend, x, do, sink, mask, score, **options):
 @lru_cache(None)
 def truth(mask, score, heads, length, dropout):
     q, k, v, do, _, sink = tensors(*heads, length)
-    return call(tw.attention, (q, k, v), do, sink, masks()[mask], score, dropout=dropout, seed=5)
+    return call(tw.attention, (q, k, v), do, sink, (masks() | by_head())[mask], score, dropout=dropout, seed=5)
 
 
 def check(plan, s, mask, score, heads=(4, 2), dropout=0.0):
     length = s.global_length or N
     q, k, v, do, _, sink = tensors(*heads, length)
     attend = partial(tp.attention, sharding=s, plan=plan)
-    given = {"dropout": dropout, "seed": 5}
-    *found, d_sink, d_table = call(attend, s.shard((q, k, v)), s.shard(do), sink, masks()[mask], score, **given)
+    given, mask_of = {"dropout": dropout, "seed": 5}, masks() | by_head()
+    *found, d_sink, d_table = call(attend, s.shard((q, k, v)), s.shard(do), sink, mask_of[mask], score, **given)
     *true, sink_t, table_t = truth(mask, score, heads, length, dropout)
     for group in s.axes:
         for share in (d_sink, d_table):
@@ -92,6 +101,12 @@ def every_plan_and_sharding_with_functions(rank):
     for n, (plan, s) in enumerate(plans()):
         for m in range(2 if plan == "ring" else 1):
             check(plan, s, names[(n + 4 * m) % len(names)], kinds[(n + m) % len(kinds)])
+
+
+@four
+def every_plan_and_sharding_with_masks_by_head(rank):
+    for n, (plan, s) in enumerate(plans()):
+        check(plan, s, list(by_head())[n % 2], "relative")
 
 
 @four

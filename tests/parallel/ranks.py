@@ -461,8 +461,11 @@ def dtensors_of_batches_and_heads_run_on_each_rank_s_part(rank):
     slopes, sink, bias = (torch.randn(n, generator=g, dtype=torch.float64) for n in ((8,), (8,), (8, 16, 16)))
     documents, lengths = torch.randint(0, 3, (4, 16), generator=g), torch.tensor([16, 3, 9, 0])
     learned = [*whole, sink, bias]
+    lists, first = torch.randint(-1, 4, (4, 8, 4, 4), generator=g), torch.randint(0, 9, (1, 8, 16, 2), generator=g)
+    by_head = tw.Blocks(lists, 4) & tw.Spans(first, first + 7)
     calls = [
         ({"mask": tw.Documents(documents, documents), "score": tw.Alibi(slopes.float()), "sink": sink}, 4),
+        ({"mask": by_head, "sink": sink}, 4),
         ({"mask": tw.Padding(lengths), "score": tw.Bias(bias), "sink": sink, "dropout": 0.3, "seed": 5}, 5),
     ]
     places = [(one, [Shard(0)]), (one, [Shard(2)]), (one, [Replicate()]), (one, [Shard(1)])]

@@ -19,7 +19,7 @@ from ..call.problem import TensorSpec
 from ..call.recipe import KINDS
 from ..values.dropout import Dropout
 from ..values.function import Function
-from ..values.masks import Full
+from ..values.masks import Full, intersect
 from ..values.score import Score
 from ..values.value import Value
 from .agree import Facts, of_numbers
@@ -50,8 +50,6 @@ def check_call(function: str, q: Tensor, k: Tensor, v: Tensor, sharding: Shardin
             "rotate q and k by tilewise.rotary at the sharding's positions"
         )
     mask, scores = as_mask(mask), as_scores(score)
-    for part in mask.parts:
-        part.refuse_parts("a parallel call")
     _refuse_learned(scores)
     own_options = {name: options[name] for name in ("scale", "dropout", "precision", "deterministic", "backend")}
     x, recipe, longest = check_arguments(
@@ -66,6 +64,9 @@ def check_call(function: str, q: Tensor, k: Tensor, v: Tensor, sharding: Shardin
                 "pass all three sharded alike, and no caches of keys"
             )
     N, pieces = sharding.cut_for("q", q.shape[1])
+    parts = tuple([part.of_whole(N) for part in mask.parts])
+    if any([new is not old for new, old in zip(parts, mask.parts, strict=True)]):
+        mask = intersect(parts)
     values = *mask.parts, *scores
     functions = [[one for one in some if isinstance(one, Function)] for some in (mask.parts, scores)]
     captured = [

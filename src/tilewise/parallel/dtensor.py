@@ -27,8 +27,6 @@ def attend(x: Sequence[Any], seed: Any, recipe: Recipe, longest: tuple[int, int]
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    for name, *_ in recipe.mask:
-        KINDS[name].refuse_parts("a DTensor")
     mesh = next(t for t in x if isinstance(t, DTensor)).device_mesh
     q, k = x[0], x[0] if x[1] is None else x[1]
     along = _along(q, k, mesh, recipe)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..program import Aligned, Entries, join, keep, run
 from .function import DECORATE, MADE, Function, Ruled, as_value
-from .value import ALL, OPEN, Ends, Unsupported, per_batch
+from .value import ALL, OPEN, Ends, per_batch
 
 
 class Mask(Ruled):
@@ -96,6 +96,10 @@ class Mask(Ruled):
 
     def of_sizes(self, M: int, N: int) -> "Mask":
         """Return the same for M rows and N keys."""
+        return self
+
+    def of_whole(self, N: int) -> "Mask":
+        """Return the same as a parallel call of N rows and keys takes it, which cuts tensors by rows, not by heads."""
         return self
 
     def keys(self, i: Any, b: slice = ALL) -> Ends:
@@ -193,9 +197,8 @@ class ByHead(Mask):
         batch, heads, *others = ["any" if size is None else size for size in whole]
         return f"have shape ({batch} or 1, {heads} or 1, {', '.join(map(str, others))})"
 
-    @classmethod
-    def refuse_parts(cls, what: str) -> None:
-        raise Unsupported(f"{cls.public_name()}: {what} does not go with masks by head so far; use Dense")
+    def of_whole(self, N: int) -> Mask:
+        return MaskOf.from_program(self.of_sizes(N, N).traced, self.public_name())
 
 
 class Several(Mask):

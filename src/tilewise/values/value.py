@@ -235,10 +235,6 @@ class Value(Frozen):
         """Return why the value does not go with keys in a cache; nothing if it does."""
         return "" if cls.varlen else cls.not_cached
 
-    @classmethod
-    def refuse_parts(cls, what: str) -> None:
-        """Raise Unsupported if the value cannot be that of a part of a larger call, which `what` makes."""
-
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Return the captured tensors, in order."""
