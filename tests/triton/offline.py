@@ -91,8 +91,8 @@ PARTS = ("wide", "spans", "placed", "placed dropout")
 def calls(target: str) -> Iterator[Call]:
     """Full, causal ("plain"), combined, listed and biased calls in the 16-bit type; plain ones in fp32, "ieee" on FMA
     units, and "tf32x3" where it has its own rows; on Hopper, also a call whose strides are 1; what parts of a whole
-    need, where a chip is main. Head size 512 in both
-    types, where a chip takes it; of sm_86 and sm_89, which are alike, with sm_89."""
+    need, where a chip is main. Two biases in fp32, of which a loop reads more than of K and V, where memory is
+    short. Head size 512 in both types, where a chip takes it; of sm_86 and sm_89, which are alike, with sm_89."""
     old = target in ("sm_70", "sm_75")
     half = torch.float16 if old else torch.bfloat16
     of_bias = ("attention_backward_renormalize", "attention_backward_gather")
@@ -102,7 +102,8 @@ def calls(target: str) -> Iterator[Call]:
     yield Call("combined", half, 64 if old else 128, MAIN_KERNELS)
     yield Call("listed", half, 64 if old else 128, ("attention_list_tiles", *of_bias))
     if target in ("sm_86", "sm_120"):  # with little shared memory
-        yield Call("biased", half, 128, ("attention_backward_gather",))
+        yield Call("biased", half, 128, ("attention_backward_dkdv", "attention_backward_gather"))
+        yield Call("two biases", half, 64, ("attention_forward", "attention_backward_dq"))
     if target in MAIN:
         yield Call("full", half, 64, MAIN_KERNELS)
         yield Call("biased", half, 256, ("attention_backward_gather",))
@@ -122,6 +123,7 @@ def calls(target: str) -> Iterator[Call]:
         for variant in PARTS:
             yield Call(variant, half, 128, MAIN_KERNELS)
     if target == "sm_90":
+        yield Call("two biases", half, 64, ("attention_forward",))
         yield Call("tf32x3", torch.float32, 128, MAIN_KERNELS)
         yield Call("tf32x3", torch.float32, 256, MAIN_KERNELS)
         yield Call("strides of 1", half, 128, (*MAIN_KERNELS, "attention_backward_delta", "attention_backward_gather"))
@@ -154,6 +156,7 @@ def options_of(call: Call, B: int, S: int, H: int) -> dict[str, Any]:
         "placed": {"mask": tw.Prefix(lengths), "score": tw.Alibi(numbers), "origin": tw.Origin(64, 128)},
         "placed dropout": {"dropout": 0.1, "origin": tw.Origin(64, 128, 1, 8)},
         "biased": biased,
+        "two biases": biased | {"score": [tw.Bias(meta(1, H, S, S, dtype=torch.float32)) for _ in range(2)]},
         "listed": biased | {"mask": tw.Dense(meta(S, S, dtype=torch.bool)) & tw.Causal()},
         # strides that Triton makes constants: D_v = 1 of one head, and one bias for all
         "strides of 1": biased | {"score": tw.Bias(meta(1, 1, 1, 1, dtype=call.dtype))},

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..call.problem import Problem
+from ..call.problem import Problem, once
 from ..host.tables import in_use
 
 
@@ -226,6 +226,8 @@ BLACKWELL = ("sm_100", "sm_103")
 AMPERE = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_120", "sm_121")
 LITTLE_MEMORY = ("sm_86", "sm_89", "sm_120", "sm_121")
 """Chips with 99 KiB of shared memory, too little for the rows of "dropout"."""
+SHARED_KIB = {**dict.fromkeys(HOPPER, 227), "sm_80": 163, "sm_87": 163, **dict.fromkeys(LITTLE_MEMORY, 99)}
+"""Shared memory of a block on chips whose rows have more than one stage."""
 NO_MATRIX_UNITS = ("sm_70", "sm_72", "sm_75")
 """Chips whose matrix units Triton no longer uses."""
 OTHER = (*NO_MATRIX_UNITS, "gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1101", "gfx1200", "gfx1201")
@@ -277,7 +279,40 @@ class Rows(NamedTuple):
 def current(p: Problem) -> Rows:
     """Return the rows in use for a problem."""
     tables = in_use("triton", TABLES, p.q.device)
-    return Rows(**{name: tables[name][key] for name, key in keys(p).items()})
+    return Rows(**{name: with_room(p, tables[name][key], name) for name, key in keys(p).items()})
+
+
+def with_room(p: Problem, tiles: Tiles, kernel: str) -> Tiles:
+    """Return a row with as many stages as shared memory holds beside what masks and scores read for each entry of S.
+
+    Triton keeps the tiles of a loop's operands for each stage, and what else a loop reads for one stage less.
+    """
+    if tiles.stages == 1 or not (of_entry := entry_bytes(p)):
+        return tiles
+    of_q, of_v = (max(64, 1 << (d - 1).bit_length()) * p.dtype.itemsize for d in (p.D, p.D_v))
+    stay, each = {
+        "forward": (tiles.B_r * of_q, tiles.B_c * (of_q + of_v)),
+        "dkdv": (tiles.B_c * (of_q + of_v), tiles.B_r * (of_q + of_v)),
+        "dq": (tiles.B_r * (of_q + of_v), tiles.B_c * (of_q + of_v)),
+    }[kernel]
+    entries, most = of_entry * tiles.B_r * tiles.B_c, SHARED_KIB.get(p.target, 0) << 10
+    for stages in range(tiles.stages, 1, -1):
+        if stay + stages * each + (stages - 1) * entries <= most:
+            return tiles._replace(stages=stages)
+    return tiles._replace(stages=1)
+
+
+@once
+def entry_bytes(p: Problem) -> int:
+    """Count the bytes that masks and scores read for each entry of S, from tensors that rows and columns index."""
+    masks, scores, _ = p.values(p.extra)  # type: ignore[arg-type]
+    traced = [value.traced for value in (*masks, *scores)]
+    return sum([
+        tensors[node[1]].dtype.itemsize
+        for program, tensors, *_ in traced
+        for n, node in enumerate(program.nodes)
+        if node[0] == "load" and {"i", "j"} <= program.reads[n]
+    ])  # fmt: skip
 
 
 def keys(p: Problem) -> dict[str, Any]:
