@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from tilewise.program import Entries, keep, trace
 from tilewise.program.arithmetic import COMPARISONS, RANGES, RULES
-from tilewise.program.bounds import Grid, Ranges, _without_tensors, bounds, hides_later_keys, limits, look, tiles
+from tilewise.program.bounds import Grid, Ranges, _without_tensors, bounds, far, hides_later_keys, limits, look, tiles
 from tilewise.program.ops import OPS
 
 EXAMPLES = functions.examples()
@@ -198,6 +198,21 @@ def test_scores_with_limits(name):
 @pytest.mark.parametrize("name", UNBOUNDED)
 def test_scores_without_limits(name):
     assert limits(trace(UNBOUNDED[name], "score").program.text) is None
+
+
+@pytest.mark.parametrize(
+    ("fn", "want"),
+    [
+        (lambda s, b, h, i, j: s - 0.5 * abs(i - j), False),
+        (lambda s, b, h, i, j: torch.where(i >= j, s, -math.inf), False),
+        (lambda s, b, h, i, j: s + torch.where(i > 2000, -3.0, 0.0), False),
+        (lambda s, b, h, i, j: torch.where(i >= j, s, -1e9), True),
+        (lambda s, b, h, i, j: s + torch.where(i > 5, 0, -(10**9)), True),
+        (lambda s, b, h, i, j: s + torch.zeros(3)[h], True),
+    ],
+)
+def test_scores_that_move_a_row_s_logits_far(fn, want):
+    assert far(trace(fn, "score").program.text) == want
 
 
 @pytest.mark.parametrize("name", functions.MASKS)

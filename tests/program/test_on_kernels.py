@@ -47,3 +47,22 @@ def test_dropout_draws_the_same_bits_whatever_type_bounds_have(origin):
     options = {"mask": mask, "dropout": 0.3, "seed": 11, "origin": origin}
     for got, want in zip(*(results(backend, False, [], **options) for backend in ("triton", "cpu")), strict=True):
         torch.testing.assert_close(got, want, rtol=2e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
+def test_rows_whose_keys_a_number_hides_have_gradients(backend):
+    """As in plain PyTorch, all keys of such a row have the same P."""
+
+    def hidden(s, b, h, i, j):
+        return torch.where(i > 5, s, -1e9)
+
+    made = torch.Generator().manual_seed(0)
+    found, true = [], []
+    for results, dtype, name in ((found, torch.float32, backend), (true, torch.float64, "cpu")):
+        made.manual_seed(0)
+        x = [torch.randn(1, 40, 2, 16, generator=made).to(dtype).requires_grad_() for _ in range(3)]
+        o = tw.attention(*x, score=hidden, backend=name)
+        results += [o, *torch.autograd.grad(o.sin().sum(), x)]
+    assert torch.allclose(true[0][:, :6], x[2].mean(1, keepdim=True))
+    for got, want in zip(found, true, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)

@@ -20,6 +20,8 @@ FEW = 1 << 20
 """The most entries of a tensor whose minima and maxima are computed in two dimensions, for one read by row and key."""
 OVERLAP = 2
 """How often an entry is read, at most, where the entries of all ranges are gathered."""
+FAR = 1024.0
+"""From here on a literal may move a row's lse so far that rounding it changes P."""
 AT_A_TIME = 1 << 20
 """Entries that `look` evaluates at a time."""
 
@@ -66,9 +68,13 @@ def limits(text: str) -> tuple[float, float] | None:
 
 
 @lru_cache(1024)
-def rises(text: str) -> bool:
-    """Tell whether the output of a score may be far above its input, as with a bias."""
-    return _static(text, later=False, s=(None, 0.0))[1] is None
+def far(text: str) -> bool:
+    """Tell whether the output of a score may be far above its input, as with a bias, or a whole row far below, as with
+    -1e9 in place of hidden keys."""
+    least, _ = _static(text, later=False, s=(0.0, 0.0))
+    numbers = [*[literal(node) for node in decode(text).nodes], float(least or 0.0)]
+    large = any([isinstance(x, float) and FAR <= abs(x) < math.inf for x in numbers])
+    return large or _static(text, later=False, s=(None, 0.0))[1] is None
 
 
 @lru_cache(1024)

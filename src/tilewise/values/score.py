@@ -78,9 +78,9 @@ class ScoreOf(Function, Score):
 
     @property
     def unbounded(self) -> bool:  # type: ignore[override]
-        from ..program.bounds import rises  # on first use, for a quick import of the package
+        from ..program.bounds import far  # on first use, for a quick import of the package
 
-        return rises(self.text)
+        return far(self.text)
 
     def limit(self, numbers: tuple[Any, ...]) -> float | None:  # type: ignore[override]
         from ..program.bounds import limits  # on first use, as above
