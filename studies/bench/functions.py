@@ -5,19 +5,23 @@ tilewise's own value, where there is one; and by SDPA, where it takes a bias. Co
 medians count. "flex" makes its lists in every forward, as tilewise does; "flex, compiled lists" does so in a compiled
 create_block_mask, and "flex, lists kept" never. What is off by more than OFF on a small case is not timed.
 
-Every mod has a process of its own. A row is saved at once, and a later run on the same kernels goes on behind it. The
-table at the end says which bars hold; one that does not is an outcome, no failure. Without a GPU there is a rehearsal:
---device cpu --quick.
+Every mod has a process of its own. First all mods call their contenders once, side by side, so that the caches on disk
+hold what they compile; then one mod after another is measured. A row is saved at once, and a later run on the same
+kernels goes on behind it. The table at the end says which bars hold; one that does not is an outcome, no failure.
+Without a GPU there is a rehearsal: --device cpu --quick.
 """
 
 import argparse
 import hashlib
+import itertools
 import json
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from functools import cache, cached_property, partial
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -47,6 +51,8 @@ OFF = 0.03
 """The largest error in bf16, as a share of a tensor's largest entry."""
 ROUNDS, WARM = 7, 0.1
 """Rounds of a row, and seconds for which a contender runs before each of its samples."""
+COMPILE, MEASURE = 240.0, 180.0
+"""Seconds after which the process of a mod is cut off: some compiler may need longer than all the others together."""
 ALIGNED = 16
 """Entries of which a row of SDPA's bias is to be a multiple."""
 ROWS = 256
@@ -296,6 +302,35 @@ def measure(
     return [row for row in rows if row["mod"] in names]
 
 
+def compile_first(mod: Mod, sizes: list[Size], device: torch.device, backend: str) -> None:
+    """Call every contender of a mod once in each pass at each size, and print how long that took."""
+    for size in (mod.of_length(QUICK if device.type == "cpu" else SMALL), *sizes):
+        problem = Problem(mod, size, device, backend)
+        for pass_, (name, attend) in itertools.product((FORWARD, BACKWARD), problem.attends().items()):
+            began, said = time.perf_counter(), ""
+            try:
+                problem.call(attend, pass_)()
+            except Exception as error:
+                said = excuse(error, ())[1]
+            print(f"{mod.name} {size} {pass_} {name}: {time.perf_counter() - began:.1f} s {said}", flush=True)
+
+
+def each_mod(arguments: list[str], at_once: int, seconds: float) -> int:
+    """Run a process for each mod; return how many died or were cut off."""
+    command = [sys.executable, "-m", "studies.bench.functions", *arguments]
+
+    def run(name: str) -> bool:
+        try:
+            done = subprocess.run([*command, "--mod", name], env=environment(), check=False, timeout=seconds)
+        except subprocess.TimeoutExpired:
+            print(f"{name} was cut off after {seconds:.0f} s", flush=True)
+            return True
+        return done.returncode != 0
+
+    with ThreadPool(at_once) as pool:
+        return sum(pool.map(run, MODS, chunksize=1))
+
+
 def environment_of(device: torch.device) -> dict[str, Any]:
     """Return what identifies a measurement: that of other results, and a hash of FILES."""
     texts = [path.read_bytes() for pattern in FILES for path in sorted(ROOT.glob(pattern))]
@@ -310,6 +345,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--backend", help="of tilewise's calls; left out: hopper on sm_90, cpu on a CPU, triton else")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK} tokens alone")
+    parser.add_argument("--compile", action="store_true", help="call contenders once, and measure nothing")
     given = parser.parse_args(arguments)
     device = torch.device(given.device)
     sm_90 = device.type == "cuda" and torch.cuda.get_device_capability() == (9, 0)
@@ -317,12 +353,18 @@ def main(arguments: list[str] | None = None) -> int:
     env = environment_of(device)
     path = results.file_of(given.results, env["device"], "functions.json") if given.results else None
     if path and not given.mod:
-        command = [sys.executable, "-m", "studies.bench.functions", *(sys.argv[1:] if arguments is None else arguments)]
-        runs = [subprocess.run([*command, "--mod", name], env=environment(), check=False) for name in MODS]
+        command = sys.argv[1:] if arguments is None else arguments
+        if device.type == "cuda":
+            each_mod([*command, "--compile"], len(MODS), COMPILE)
+        died = each_mod(command, 1, MEASURE)
         print("\n".join(table(saved(path, env))))
-        return sum([run.returncode != 0 for run in runs])
+        return died
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of FlexAttention that is not compiled, and of Inductor
+        if given.compile:
+            for mod in (MODS[name] for name in given.mod or MODS):
+                compile_first(mod, [mod.of_length(QUICK)] if given.quick else [*mod.sizes], device, backend)
+            return 0
         rows = measure(path, env, given.mod or [*MODS], given.quick, device, backend)
     print("\n".join(table(rows)))
     return 0

@@ -72,11 +72,11 @@ def example(name, M, N):
 
 
 @cache
-def truth(name, M, N, D, H_k, packed, dtype):
-    """The same call in fp64."""
-    wide = example(name, M, N).to(torch.float64)
+def truth(name, M, N, D, H_k, packed, dtype, computed=torch.float64):
+    """The same call on the CPU in fp64, or in fp32."""
+    wide = example(name, M, N).to(computed)
     made = (tw.Mask if wide.what == "mask" else tw.Score).of(wide.fn, *wide.tensors)
-    operands = [t.double() for t in draw(M, N, D, H_k, packed, dtype)]
+    operands = [t.to(computed) for t in draw(M, N, D, H_k, packed, dtype)]
     learned = [t for t in wide.tensors if t.requires_grad]
     return results(operands, learned, **{wide.what: made}, layout=layout(M, N, packed, "cpu"), backend="cpu")
 
@@ -99,7 +99,10 @@ def compare(name, kind, M, N, D, H_k, packed):
         assert torch.equal(got[~finite], want[~finite]), f"{what} where it is not finite"
         if finite.any():
             error, largest = (got - want)[finite].abs().max(), want[finite].abs().max()
-            assert error <= rounded * (largest + 1), f"{what} is off by {error:.2g}, its largest is {largest:.2g}"
+            if error > (allowed := rounded * (largest + 1)) and dtype == fp32:  # large logits lose digits everywhere
+                on_cpu = truth(name, M, N, D, H_k, packed, dtype, fp32)[names.index(what)]
+                allowed = 4.0 * (on_cpu.double() - want)[finite].abs().max()
+            assert error <= allowed, f"{what} is off by {error:.2g}, its largest is {largest:.2g}"
 
 
 def skip_refused(operands, options):
@@ -108,7 +111,8 @@ def skip_refused(operands, options):
     if backend == "hopper" and DEVICE == "cuda" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("Hopper's kernels need sm_90")
     if reasons := tw.explain(*operands, **options).refusals[backend]:
-        known = backend == "hopper" and fp32_scores
+        packed = "it leaves packed sequences with a bias to the portable kernels" in reasons
+        known = backend == "hopper" and (fp32_scores or packed)
         assert known, reasons
         pytest.skip("; ".join(reasons))
 
@@ -174,6 +178,6 @@ def test_our_scores_as_functions_are_as_accurate(name, D, kind):
     for of, want, *found in zip(
         ("o", "lse", "dq", "dk", "dv"), true, *both("score", own, fn, tensors, kind, D), strict=True
     ):
-        ours, error = [float((t.detach().double().cpu() - want).abs().max()) for t in found]
+        ours, error = [float((t.double().cpu() - want).detach().abs().max()) for t in found]
         allowed = 2.0 * ours + 2.0 * torch.finfo(found[0].dtype).eps * float(want.abs().max())
         assert error <= allowed, f"{of} is off by {error:.2g}, ours by {ours:.2g}"

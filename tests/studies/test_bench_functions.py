@@ -1,6 +1,7 @@
 """studies/bench/functions.py: rows have times, errors and bars, a later run goes on, and the table says what holds."""
 
 import json
+import subprocess
 from argparse import Namespace
 
 import pytest
@@ -73,15 +74,26 @@ def test_what_is_wrong_is_not_timed(monkeypatch):
 def test_each_mod_has_a_process_and_those_that_die_are_counted(rehearsed, monkeypatch, capsys):
     commands = []
 
-    def run(command, **options):
+    def run(command, timeout, **options):
         commands.append(command)
+        if command[-1] == "T5":
+            raise subprocess.TimeoutExpired(command, timeout)
         return Namespace(returncode=-11 if command[-1] == "causal" else 0)
 
-    monkeypatch.setattr(functions, "subprocess", Namespace(run=run))
+    monkeypatch.setattr(functions.subprocess, "run", run)
     arguments = ["--device", "cpu", "--quick", "--results", str(rehearsed.folder)]
-    assert functions.main(arguments) == 1
+    assert functions.main(arguments) == 2
     assert [command[3:] for command in commands] == [[*arguments, "--mod", name] for name in MODS]
-    assert capsys.readouterr().out.splitlines()[:-1] == functions.table(rehearsed.content["rows"])[:-1]
+    cut, *lines = capsys.readouterr().out.splitlines()
+    assert cut == "T5 was cut off after 180 s"
+    assert lines[:-1] == functions.table(rehearsed.content["rows"])[:-1]
+
+
+def test_contenders_are_called_before_they_are_measured(capsys):
+    assert functions.main(["--device", "cpu", "--quick", "--compile", "--mod", "causal"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("causal B2 H4 D128 N64 forward tilewise: ")
+    assert any(" backward flex: " in line and "does not support backward on CPU" in line for line in lines)
 
 
 def test_the_table_says_which_bars_hold():
