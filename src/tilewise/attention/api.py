@@ -10,11 +10,12 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from typing_extensions import Never, Unpack  # in typing from Python 3.11 on; PyTorch brings it
 
-from ..call.calls import Call, find, key_of
+from ..call.calls import Call, find, key_of, plain
 from ..call.check import autocast_type, cast, check_arguments, check_results
-from ..call.operands import Saved
+from ..call.operands import Operands, Saved
 from ..call.options import Everything, Options, as_mask, as_scores, current_names, spell_out
-from ..call.recipe import KINDS
+from ..call.recipe import KINDS, Recipe
+from ..values.by_distance import by_distance
 from ..values.dropout import Dropout
 from ..values.layout import PADDED, Layout
 from ..values.masks import Full, Mask
@@ -126,13 +127,27 @@ def attention(
         if call is not None:
             drawn = None if seed is None and not dropout else Dropout(dropout).seed(seed, given[0])
             return attend_plain(given, drawn, call, return_lse)
-    x, recipe, longest = check_arguments(q, k, v, *every)
+    x, recipe, longest = check_arguments(q, k, v, *every) if key is None else _by_distance(q, k, v, given, *every)
     drawn = Dropout(recipe.dropout).seed(seed, x.q)
     call, tensors = Call(recipe, longest), (*x[:3], *x.extra)
     found = attend(tensors, drawn, call, return_lse)
     if key is not None and len(given) == len(tensors) and all(map(is_, given, tensors)):  # no argument was converted
         learn(key, given, tensors, drawn, call)
     return found if return_lse or isinstance(found, Tensor) else found[0]
+
+
+def _by_distance(
+    q: Any, k: Any, v: Any, given: Sequence[Any], mask: Mask, score: Any, *options: Any
+) -> tuple[Operands, Recipe, tuple[int, int]]:
+    """Check arguments; where it is quicker and nothing but a back end sees the call, let scores read tables."""
+    x, recipe, longest = check_arguments(q, k, v, mask, score, *options)
+    *_, origin = options
+    if recipe.score and origin is None and plain(given):
+        B, M, N, _ = recipe.layout_of(x.extra).sizes(x.q.shape, x.k.shape, longest)
+        quick = by_distance(score, (B, x.q.shape[-2], M, N), x.q)
+        if not all(map(is_, quick, score)):
+            return check_arguments(q, k, v, mask, quick, *options)
+    return x, recipe, longest
 
 
 def _known(

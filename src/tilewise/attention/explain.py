@@ -131,13 +131,16 @@ def _of_mask(mask: Function) -> str:
 
 
 def _of_score(score: Function) -> str:
-    """Say what bounds the logits of a function, and which of its tensors learn."""
+    """Say what bounds the logits of a function, what tables save it, and which of its tensors learn."""
     from ..program.bounds import limits  # on first use, as above
+    from ..program.distance import split
 
     found = limits(score.text)
+    tables = split(score.text, len(score.given), len(score.numbers)) is not None
     learning = sum(t.is_floating_point() and t.requires_grad for t in score.given)
     of = f"; {learning} of {len(score.given)} captured tensors get gradients" if score.given else ""
-    return (f"logits lie between {found[0]:g} and {found[1]:g}" if found else "logits may have any size") + of
+    said = f"logits lie between {found[0]:g} and {found[1]:g}" if found else "logits may have any size"
+    return said + "; in large calls, what depends on i - j alone is read from a table" * tables + of
 
 
 def _shown(mask: Mask, p: Problem) -> list[str]:

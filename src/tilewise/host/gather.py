@@ -9,7 +9,8 @@ from torch import Tensor
 from ..call.operands import Grads, Operands
 from ..call.problem import Problem
 from ..program.derive import gathers
-from ..program.program import Program, literal, operands
+from ..program.distance import drifts
+from ..program.program import Program, operands
 from ..tile.gather import Gather, Orbits, Sums, Way, attention_backward_gather
 from ..values.value import Unsupported
 from .arguments import cdiv, lengths, odd, packed_by
@@ -22,7 +23,6 @@ PROGRAMS = 4
 """At least so many programs for each multiprocessor share the work, where there is enough."""
 MOST = 256 << 20
 """Bytes of sums that wait at once to be added in a fixed order."""
-COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
 class Read(NamedTuple):
@@ -52,33 +52,6 @@ class Orbited(NamedTuple):
     orbits: int
     """Those of one head of one batch entry."""
     parts: int
-
-
-def drifts(program: Program) -> list[int | None]:
-    """Return for each node the d of which the node is d i plus a function of i - j; None if there is none."""
-    found: list[int | None] = []
-    for node, reads in zip(program.nodes, program.reads, strict=True):
-        own = [found[x] for x in operands(node)]
-        match node[0]:
-            case "in":
-                d = None if node[1] == "s" else int(node[1] in ("i", "j"))
-            case "add" | "sub" if None not in own:
-                d = own[0] + own[1] if node[0] == "add" else own[0] - own[1]  # type: ignore[operator]
-            case "neg" if own[0] is not None:
-                d = -own[0]
-            case "mul" if None not in own and any(own):
-                by = [literal(program.nodes[x]) for x in operands(node)]
-                d = own[1] * by[0] if by[0] is not None else own[0] * by[1] if by[1] is not None else None  # type: ignore[operator]
-            case "min" | "max" if own[0] == own[1]:
-                d = own[0]
-            case "where" if own[0] == 0 and own[1] == own[2]:
-                d = own[1]
-            case name if name in COMPARISONS and own[0] == own[1] and own[0] is not None:
-                d = 0
-            case _:
-                d = 0 if not any([x != 0 for x in own]) else None
-        found.append(d if reads & {"i", "j", "s"} else 0)
-    return found
 
 
 def reads_of(p: Problem, extra: Sequence[Tensor]) -> tuple[Read, ...]:
@@ -176,8 +149,9 @@ def gather_launches(c: Recompute, sums: Sequence[Tensor | None]) -> Iterator[Lau
         if read.dims is not None:
             stride = own.stride()
             steps |= dict(zip(read.dims, stride[len(stride) - len(read.dims) :], strict=True))
-        outer = [n or 1 for n in (own.stride(0), steps["b"], steps["h"])]  # any number steps over what there is one of
-        to = Sums(own, None, *map(odd, outer), steps["i"], steps["j"])
+        # any number steps over what there is one of
+        part, b, h = (odd(n or 1) for n in (own.stride(0), steps["b"], steps["h"]))
+        to = Sums(own, None, part, b, h, steps["i"], steps["j"])
         yield launch_of(c, read, to, add=read.dims is None)
 
 

@@ -101,7 +101,9 @@ def _step(program: Program, node: Node, kind: str) -> Callable[[list[Any], Given
             return lambda values, x: _input(node[1], kind, x)
         case "lit":
             number = literal(node)
-            return lambda values, x: torch.tensor(number, dtype=x.types[kind], device=x.device)
+            return lambda values, x: torch.full(
+                (), number, dtype=x.types[kind], device=x.device
+            )  # no copy from the host
         case "load":
             t, letters = node[1], letters_of(program, node)
             return lambda values, x: x.tensors[t][
@@ -117,7 +119,7 @@ def _input(name: str, kind: str, x: Given) -> Tensor:
     found = x.inputs.get(name)
     if found is None:
         found = x.numbers[int(name[1:])]
-    return found if isinstance(found, Tensor) else torch.tensor(found, dtype=x.types[kind], device=x.device)
+    return found if isinstance(found, Tensor) else torch.full((), found, dtype=x.types[kind], device=x.device)
 
 
 def keep(program: Program, at: Entries, tensors: Sequence[Tensor] = (), numbers: Sequence[Any] = ()) -> Tensor:
