@@ -478,12 +478,12 @@ class Added(tw.Mask):
 
     first: int
     left: int
-    device = "added"
     interval = False
     varlen = False
 
-    def keep(self, i, j, shift):
-        return (j <= i) & ((j < self.first) | (j >= i - self.left))
+    @staticmethod
+    def rule(b, h, i, j, first, left):
+        return (j <= i) & ((j < first) | (j >= i - left))
 
 
 @pytest.mark.parametrize("backend", [None, *BACKENDS])

@@ -115,11 +115,11 @@ def test_meta_tensors_tell_shapes_and_types():
 class Below(tw.Mask):
     """A mask without tensors, whose tiles are listed: what Causal shows."""
 
-    device = "causal"
     interval = False
     varlen = False
 
-    def keep(self, i, j, shift):
+    @staticmethod
+    def rule(b, h, i, j):
         return j <= i
 
 

@@ -88,8 +88,8 @@ def kernels_of(case: Case, implementation: str, pass_: str, known: Iterable[str]
     names = {f"{_run_by(case, name) if implementation == OURS else ours} {kind}{name} D{size}" for name in passes}
     names = {name if name in known else name.replace("hopper", "triton") for name in names}
     varied = VARIANTS.get(implementation, case.varied)
-    names |= {f"mask {part.device}" for part in (*case.mask.parts, *varied.mask.parts)}
-    names |= {f"score {score.device}" for score in varied.score(case.heads, torch.device("cpu"))}
+    values = *case.mask.parts, *varied.mask.parts, *varied.score(case.heads, torch.device("cpu"))
+    names |= {f"{value.what} {type(value).__name__.lower()}" for value in values}
     return names | ({"ablation"} if change else set()) | ({"quantize"} if in_codes else set())
 
 

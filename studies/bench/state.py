@@ -154,7 +154,21 @@ VALUES = {
         ("fn", "grad", "past_fn", "past_grad"),
     ),
 }
-"""Device functions of masks and scores: files, and how their names end. Each value has its own state."""
+"""Device functions of masks and scores that are written by hand: files, and how their names end."""
+RULES = {
+    "mask": ("values/masks.py", "values/intervals.py", "values/tables.py"),
+    "score": ("values/score.py",),
+}
+"""Files of the masks and scores whose device functions are emitted."""
+RULE = ("rule", "rule_takes")
+"""Methods that they are emitted from."""
+EMISSION = (
+    "host/emit.py:source",
+    "tile/arithmetic.py:*",
+    "hopper/parts/scores.py:saturated",
+    "hopper/backward/scores.py:STEPS",
+)
+"""What makes them."""
 
 
 @lru_cache(64)
@@ -179,7 +193,22 @@ def states(package: Path = PACKAGE, chips: tuple[str, ...] = ()) -> dict[str, st
             tables = [_rows(source, table, size, name, chips) for table in kernel.tables]
             if tables[0]:
                 found[f"{name} D{size}"] = _digest([*code, *map(repr, tables)])
-    for word, (files, ends) in VALUES.items() if chips else ():
+    if chips:
+        found |= _values(source)
+    return found
+
+
+def _values(source: "Source") -> dict[str, str]:
+    """Return the state of each mask and score: of its rule, or of the device functions written by hand."""
+    found = {}
+    made = [source.digest(root) for pattern in EMISSION for root in source.matching(pattern)]
+    for word, files in RULES.items():
+        for path, name in [each for file in files for each in source.matching(f"{file}:*")]:
+            body = getattr(source.module(path)[name], "body", ())
+            rule = [Text(source, path, node).text for node in body if getattr(node, "name", "") in RULE]
+            if rule:
+                found[f"{word} {name.lower()}"] = _digest([*rule, *made])
+    for word, (files, ends) in VALUES.items():
         first, *_ = files
         for _, name in source.matching(f"{first}:*_{ends[0]}"):
             stem = name.removesuffix(f"_{ends[0]}")

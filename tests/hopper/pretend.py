@@ -6,6 +6,7 @@ whether somebody waits forever.
 """
 
 import ast
+import linecache
 import operator
 import threading
 from collections.abc import Callable, Sequence
@@ -353,6 +354,7 @@ class Language:
 
     constexpr = staticmethod(lambda x: x)
     static_range = range
+    cast = staticmethod(lambda x, _: x)
     where = staticmethod(lambda c, a, b: Numbers() if isinstance(c, Numbers) else a if c else b)
     minimum = staticmethod(lambda a, b: a if plain(a) < plain(b) else b)
     maximum = staticmethod(lambda a, b: a if plain(a) > plain(b) else b)
@@ -380,7 +382,7 @@ class Language:
 
 language = Language()
 NAMES = {
-    "gluon": None, "triton": SimpleNamespace(knobs=knobs), "gl": language, "tl": language,
+    "gluon": None, "triton": SimpleNamespace(knobs=knobs), "whole": lambda x: x, "gl": language, "tl": language,
     "mbarrier": SimpleNamespace(
         init=init, wait=wait, MBarrierLayout=Numbers, arrive=lambda bar: world.change(bar.cell.barrier.arrive),
         expect=lambda bar, size: world.change(lambda: bar.cell.barrier.arrive(size)),
@@ -414,9 +416,23 @@ def inverted(x: Any) -> Any:
 def functions(module: str) -> dict[str, Any]:
     """A module of kernels as plain functions, by name."""
     path = Path(str(import_module(module).__file__))
+    names = functions_of(path.read_text(), module, str(path))
+    names |= INSTEAD.get(module, {})  # for its own functions, too
+    return names
+
+
+def emitted(function: Any) -> Any:
+    """A device function that is made of a program (tilewise/host/emit.py), as a plain function."""
+    code, module = function.fn.__code__, "tilewise.host.emitted"
+    text = "from ..tile.arithmetic import inside, whole\n" + "".join(linecache.getlines(code.co_filename))
+    return functions_of(text, module, code.co_filename)[code.co_name]
+
+
+def functions_of(text: str, module: str, path: str) -> dict[str, Any]:
+    """A source of kernels as plain functions, by name."""
     names: dict[str, Any] = {"__name__": module, "inverted": inverted}
     body = []
-    for node in ast.fix_missing_locations(Inversions().visit(ast.parse(path.read_text()))).body:
+    for node in ast.fix_missing_locations(Inversions().visit(ast.parse(text))).body:
         if isinstance(node, ast.ImportFrom) and node.level:
             source = resolve_name("." * node.level + (node.module or ""), module.rpartition(".")[0])
             names |= {one.name: functions(source)[one.name] for one in node.names if one.name not in NAMES}
@@ -425,8 +441,7 @@ def functions(module: str) -> dict[str, Any]:
             if isinstance(node, ast.FunctionDef):
                 node.decorator_list = []
     names |= NAMES
-    exec(compile(ast.Module(body, []), str(path), "exec"), names)
-    names |= INSTEAD.get(module, {})
+    exec(compile(ast.Module(body, []), path, "exec"), names)
     return names
 
 

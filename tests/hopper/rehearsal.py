@@ -1,13 +1,12 @@
 """Hopper's forward and the backward's main kernels, rehearsed: what all their roles do for a call, without a GPU and
 without numbers."""
 
-import itertools
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from hopper import pretend
-from hopper.pretend import INSTEAD, Box, Numbers, Pointer, Scalar, World, functions
+from hopper.pretend import INSTEAD, Box, Numbers, Pointer, Scalar, World, emitted, functions
 
 from tilewise.call.operands import Grads, Operands
 from tilewise.call.problem import Problem
@@ -201,11 +200,10 @@ def made_in_fp32(p: Problem, x: Operands) -> tuple[Any, Any]:
 
 def intervals(p: Problem, x: Operands) -> tuple[Part, ...]:
     """The mask's parts."""
-
     masks = functions("tilewise.tile.masks")
     parts, _, _ = device_values(p, x.extra)
-    found = ((*(masks[f.fn.__name__] for f in part[:3]), tuple(map(memory_of, part.captured))) for part in parts)
-    return tuple(itertools.starmap(Part, found))
+    own = [[masks.get(f.fn.__name__) or emitted(f) for f in part[:3]] for part in parts]
+    return tuple([Part(*found, tuple(map(memory_of, part.captured))) for found, part in zip(own, parts, strict=True)])
 
 
 def listed(seen: torch.Tensor, B_R: int, B_C: int) -> TileLists:

@@ -1,8 +1,8 @@
 """Tier 3 for Hopper: the Gluon kernels compile without a GPU, with the oldest and the newest Triton, and compile well.
 
 How many local loads and stores and how many waits for all products stand in a kernel's loops is in spills.json and
-may not grow; `python tests/hopper/test_compile.py` measures it again. A wait too many means that ptxas put
-products one after the other that were meant to run side by side. What is known (known.py) is not compiled.
+may not grow; CONTRIBUTING.md has the command that measures it again. A wait too many means that ptxas put products one
+after the other that were meant to run side by side. What is known (known.py) is not compiled.
 """
 
 import json
@@ -66,7 +66,7 @@ def faults(row, record):
     if not row["alone"]:
         found.append("has a descriptor inside a tuple, which cannot be launched")
     if name(row) not in record:
-        return [*found, f"is not in {RECORD}; measure it by `python {Path(__file__).relative_to(Path.cwd())}`"]
+        return [*found, f"is not in {RECORD}; measure it by the command in CONTRIBUTING.md"]
     for what, count in counts(row).items():
         if count > record[name(row)][what]:
             found.append(f"{count} {what} in a loop, allowed are {record[name(row)][what]}")
@@ -98,12 +98,17 @@ def test_a_barrier_among_tiles_is_a_fault():
 
 
 def measure():
-    """Writes the record, for every Triton there is."""
+    """Writes the record, for every Triton there is, and the digests of all without another fault."""
     record = {}
     for folder in (None, *filter(None, [os.environ.get(NEWEST)])):
-        rows = [row for script in SCRIPTS for row in lines(script, folder=folder, **{ANEW: "1"})]
-        record[rows[0]["triton"]] = {name(row): counts(row) for row in rows}
-        print(rows[0]["triton"], *(f"{name(row)}: {counts(row)}" for row in rows), sep="\n  ", flush=True)
+        for script in SCRIPTS:
+            rows = lines(script, folder=folder, **{ANEW: "1"})
+            version, kept = rows[0]["triton"], {name(row): counts(row) for row in rows}
+            record[version] = record.get(version, {}) | kept
+            wrong = [f"{name(row)}: {why}" for row in rows if (why := faults(row, kept))]
+            print(version, *(f"{at}: {found}" for at, found in kept.items()), *wrong, sep="\n  ", flush=True)
+            if not wrong:
+                remember(version, script, rows)
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -246,7 +246,6 @@ class First(tw.Mask):
     """A mask that tilewise.parallel does not know."""
 
     count: int
-    device = "first"
     interval = False
     varlen = False
 

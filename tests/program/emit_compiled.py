@@ -4,7 +4,7 @@ Run it in a separate process with TRITON_INTERPRET=0:
 
     python tests/program/emit_compiled.py triton      all functions of functions.py in a Triton kernel
     python tests/program/emit_compiled.py gluon       the same in a Gluon kernel, with Hopper's forms
-    python tests/program/emit_compiled.py counts      SoftCap, Alibi and Bias, beside ours in tile/ and hopper/
+    python tests/program/emit_compiled.py counts      SoftCap, Alibi and Bias
 """
 
 import json
@@ -21,11 +21,11 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+import tilewise as tw
 from tilewise.hopper.parts import scores as of_hopper
 from tilewise.hopper.parts.threads import as_tile, by_thread, positions
 from tilewise.host.emit import Form
-from tilewise.program import trace
-from tilewise.tile import scores as ours
+from tilewise.program import Traced, trace
 from tilewise.tile.masks import visible
 from tilewise.tile.scores import Entries, apply_scores, scores_backward
 from tilewise.warm.cross_compile import use_target
@@ -38,6 +38,7 @@ from program.functions import M, N, examples
 
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/", re.MULTILINE)
 CAP = 30.0
+FIRST = Form("first")
 
 
 @triton.jit(do_not_specialize=["mask", "scores", "M", "N", "H"])
@@ -168,40 +169,22 @@ def more(kernel: Any, saturated: Any) -> Iterator[dict[str, Any]]:
 
 
 def counts() -> Iterator[dict[str, Any]]:
-    """Our scores, as functions and as they are; `nothing` is a kernel without scores."""
+    """The rules of our scores; `nothing` is a kernel without scores."""
     slopes, bias = torch.zeros(4), torch.zeros(2, 4, 1000, 1040, dtype=torch.bfloat16)
-    length = (1000, 1040)
-    functions: dict[str, tuple[Any, tuple[Any, ...], Form, tuple[int, ...], tuple[Any, ...]]] = {
-        "softcap": (lambda s, b, h, i, j, cap: cap * torch.tanh(s / cap), (CAP,), Form(), (), (CAP,)),
-        "alibi": (lambda s, b, h, i, j, t: s - t[h] * abs(i - j), (slopes,), Form(), (), (slopes, 0, 1)),
-        "alibi_past": (lambda s, b, h, i, j, t: s - t[h] * abs(i - j), (slopes,), Form(past=True), (), (slopes, 0, 1)),
-        "bias": (
-            lambda s, b, h, i, j, t: s + t[b, h, i, j],
-            (bias,),
-            Form("first"),
-            (40,),
-            (bias, *bias.stride(), *length),
-        ),
+    alibi, bias_of = tw.Alibi(slopes).traced, tw.Bias(bias).traced
+    parts = {
+        "softcap": (tw.SoftCap(CAP).traced, Form(), ()),
+        "alibi": (alibi, Form(), ()),
+        "alibi_past": (alibi, Form(past=True), ()),
+        "bias": (bias_of, FIRST, (40,)),
     }
     for back, kernel in {"triton": triton_tiles, "gluon": gluon_tiles}.items():
-        on_hopper = back == "gluon"
+        saturated = of_hopper.saturated if back == "gluon" else None
         yield {"name": "nothing", "kernel": back, **compiled(kernel, (), (), False)}
-        for name, (fn, captured, form, place, own) in functions.items():
-            found = trace(fn, "score", captured)
-            saturated = of_hopper.saturated if on_hopper else None
-            module = of_hopper if on_hopper and hasattr(of_hopper, f"{name}_fn") else ours
-            by_hand = name if hasattr(module, f"{name}_fn") else name.removesuffix("_past")
-            pair = [getattr(module, f"{by_hand}_{what}") for what in ("fn", "grad")]
-            emitted = moved(score_part(found, form, place, 0.125, saturated))
+        for name, (found, form, place) in parts.items():
+            part = moved(score_part(Traced(*found[:3]), form, place, 0.125, saturated))
             for grad in (False, True):
-                for whose, part in (("ours", moved(ours.Part(*pair, 0.125, own))), ("emitted", emitted)):
-                    yield {
-                        "name": name,
-                        "kernel": back,
-                        "grad": grad,
-                        "whose": whose,
-                        **compiled(kernel, (), (part,), grad),
-                    }
+                yield {"name": name, "kernel": back, "grad": grad, **compiled(kernel, (), (part,), grad)}
 
 
 if __name__ == "__main__":

@@ -257,13 +257,16 @@ def test_all_functions_compile(kernel):
     remember(found[0]["triton"], f"program/emit_compiled.py {kernel}", found)
 
 
+BY_HAND = {
+    "triton": {"softcap": (571, 805), "alibi": (253, 433), "alibi_past": (253, 433), "bias": (263, 376)},
+    "gluon": {"softcap": (296, 287), "alibi": (221, 167), "alibi_past": (209, 167), "bias": (246, 167)},
+}
+"""Instructions of the functions that were written by hand before, forward and backward."""
+
+
 @pytest.mark.compile
-def test_functions_compile_as_well_as_ours():
-    """SoftCap, Alibi and Bias take no more instructions."""
-    pairs = {}
-    for row in lines("program/emit_compiled.py", "counts"):
-        if "whose" in row:
-            pairs.setdefault((row["name"], row["kernel"], row["grad"]), {})[row["whose"]] = row["instructions"]
-    assert len(pairs) == 16
-    for name, row in pairs.items():
-        assert row["emitted"] <= 1.01 * row["ours"], (name, row)
+def test_rules_compile_as_well_as_functions_written_by_hand():
+    found = [row for row in lines("program/emit_compiled.py", "counts") if row["name"] != "nothing"]
+    assert len(found) == 16
+    for row in found:
+        assert row["instructions"] <= 1.01 * BY_HAND[row["kernel"]][row["name"]][row["grad"]], row

@@ -24,7 +24,6 @@ EIGHT_BITS = [f"hopper 8-bit forward {size}" for size in ("D128", "D256", "D64")
 """Rows that are written in terms of bf16's: all count as changed with any of those."""
 ROOT = Path(__file__).parents[2]
 DEVICE_FOLDERS = ("src/tilewise", "studies")
-EMITTED = ROOT / "src/tilewise/tile/arithmetic.py"  # of functions made from programs, which a kernel's source lacks
 PEER = ROOT / "studies" / "bench" / "serving.py"
 """Its kernel only reads, and is what ours is compared with."""
 CASE = Case(1, 2, 1024, 64, "bf16", causal=True)
@@ -83,8 +82,16 @@ def test_a_change_reaches_the_kernels_that_call_it_and_no_others(package):
 
 
 def test_a_mask_has_a_state_of_its_own(package):
-    edit(package / "tile/masks.py", "return j <= i", "return j < i + 1")
+    edit(package / "values/intervals.py", "return j <= i", "return j < i + 1")
     assert changed(package) == ["mask causal"]
+
+
+def test_masks_and_scores_depend_on_what_emits_their_functions(package):
+    edit(package / "program/ops.py", "tl.maximum({}, {})", "tl.minimum({}, {})")
+    found = state.states(chips=SM_90)
+    values = {name for name in found if name.startswith(("mask ", "score "))}
+    assert {"mask window", "mask dense", "score softcap", "score alibi"} <= set(changed(package))
+    assert set(changed(package)) == values - {"mask spans", "score minus_lse", "score minus_lse_packed"}
 
 
 def test_a_row_of_tiles_changes_its_head_size_alone(package):
@@ -112,7 +119,7 @@ def test_every_device_function_belongs_to_a_kernel(monkeypatch):
     state.states.__wrapped__(chips=SM_90)
     (source,) = sources
     for folder in DEVICE_FOLDERS:
-        for file in sorted({*(ROOT / folder).rglob("*.py")} - {PEER, EMITTED}):
+        for file in sorted({*(ROOT / folder).rglob("*.py")} - {PEER}):
             for name, node in source.module(file).items():
                 if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in node.decorator_list):
                     assert (file, name) in source.digests, f"add {folder}/{file.name}:{name} to state.KERNELS"

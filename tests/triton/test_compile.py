@@ -1,8 +1,8 @@
 """Tier 3: the kernels compile for chips that are not here, with the oldest and the newest Triton, and compile well.
 
 From sm_80 on, no local loads or stores in the loops of 16-bit kernels with head sizes up to 128. Elsewhere their number
-is in spills.json and may not grow; `python tests/triton/test_compile.py [sm_90 …]` measures it again. What is known
-(known.py) is not compiled.
+is in spills.json and may not grow; CONTRIBUTING.md has the command that measures it again. What is known (known.py) is
+not compiled.
 """
 
 import json
@@ -103,7 +103,7 @@ def faults(target, row, record):
         found.append(f"has {row['loops']} loops that multiply, expected {loops}")
     allowed = 0 if is_strict(target, row) else record.get(name(row))
     if allowed is None:
-        found.append(f"is not in {RECORD.name}; measure it by `python tests/triton/test_compile.py {target}`")
+        found.append(f"is not in {RECORD.name}; measure it by the command in CONTRIBUTING.md, for {target}")
     elif row["spills"] > allowed:
         found.append(f"{row['spills']} local loads and stores in a loop, allowed are {allowed}")
     return found
@@ -185,17 +185,24 @@ def test_every_loop_that_multiplies_is_found():
 
 
 def measure(targets):
-    """Writes the spills of these targets into the record, for every Triton there is."""
+    """Writes the spills of these targets into the record, for every Triton there is, and the digests of all without
+    another fault."""
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     folders = [None, *filter(None, [os.environ.get(NEWEST)])]
     for folder in folders:
         for target in targets:
             rows = offline(folder, "compile", target, **{ANEW: "1"})
+            version = rows[0]["triton"]
+            if "refused" in rows[0]:
+                continue
             read = [row for row in rows if "spills" in row and row["kernel"] not in NO_PRODUCTS]
             kept = {name(row): row["spills"] for row in read if not is_strict(target, row)}
-            record.setdefault(rows[0]["triton"], {})[target] = dict(sorted(kept.items()))
+            record.setdefault(version, {})[target] = dict(sorted(kept.items()))
             found = [f"{key}: {spills}" for key, spills in kept.items() if spills]
-            print(rows[0]["triton"], target, *found, sep="\n  ", flush=True)
+            wrong = [f"{name(row)}: {why}" for row in rows if (why := faults(target, row, kept))]
+            print(version, target, *found, *wrong, sep="\n  ", flush=True)
+            if not wrong:
+                remember(version, f"triton/offline.py {target}", rows)
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
 
 

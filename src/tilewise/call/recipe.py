@@ -11,7 +11,7 @@ import torch
 
 from ..values import intervals, masks, score, tables
 from ..values.cached import Cached
-from ..values.function import Kinds
+from ..values.function import MADE, Kinds
 from ..values.layout import PADDED, Layout, Padded, Varlen
 from ..values.origin import Origin
 from ..values.products import EXACT, EightBits, Exact, Products, Scaled, products_of
@@ -22,9 +22,10 @@ KINDS = Kinds({
     name: kind
     for module in (intervals, tables, masks, score)
     for name, kind in vars(module).items()
-    if isinstance(kind, type) and issubclass(kind, Value) and hasattr(kind, "device")
-})  # fmt: skip
-"""Every class of mask or score that a recipe can name: those in values/ that name kernel functions; and functions."""
+    if isinstance(kind, type) and issubclass(kind, Value) and hasattr(kind, "rule")
+    and not issubclass(kind, masks.Several)
+} | MADE)  # fmt: skip
+"""Every class of mask or score that a recipe can name: those in values/ that have a rule; and functions."""
 
 SAVED = (
     masks.Full, masks.And, masks.Listed, tables.Blocks, *KINDS.values(), Origin, Varlen, Cached, Quantized, EightBits,

@@ -28,8 +28,7 @@ from ..program.derive import BOUNDED, KEEP_FINITE, derivative, gathers
 from ..program.ops import OPS
 from ..program.program import Builder, Program, decode, literal, operands, with_operands
 from ..program.shape import shape
-from ..tile.arithmetic import floor_divide, floor_remainder, inside, power, whole
-from ..tile.scores import tanh
+from ..tile.arithmetic import floor_divide, floor_remainder, inside, power, tanh, whole
 from .arguments import odd
 from .statements import OUTPUT, PER_ENTRY, Form, Statements
 

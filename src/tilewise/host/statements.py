@@ -89,8 +89,12 @@ class Product(NamedTuple):
         return " / ".join([" * ".join(self.times) or "1.0", *self.by])
 
     def written(self) -> str:
-        """Return it as an expression."""
+        """Return it as an expression, in which numbers are multiplied first."""
         return f"({self.tile} * ({self.factor()}))" if self.times or self.by else self.tile
+
+    def in_order(self) -> str:
+        """Return it as an expression, from left to right."""
+        return f"({' / '.join([' * '.join([self.tile, *self.times]), *self.by])})"
 
 
 class Statements:
@@ -154,7 +158,7 @@ class Statements:
         if found:
             return found
         if product := self.products[n]:
-            return product.written()
+            return product.written() if self.hopper or product.tile != "S" else product.in_order()
         match name:
             case "load":
                 return self.load(n, *xs)
@@ -191,8 +195,8 @@ class Statements:
         return OPS[name].triton.format(a, b)
 
     def load(self, n: int, t: int, kind: str, *indices: int) -> str:
-        """Return a read of a captured tensor. What is the same for all entries comes first in the offset, then what
-        differs by tile."""
+        """Return a read of a captured tensor. What is the same for all entries comes first in the offset, and
+        on Hopper, then what differs by tile."""
         terms: tuple[list[str], ...] = [], [], []
         checks = []
         splits = [self.split(x) if self.natural[x] else None for x in indices]
@@ -200,7 +204,8 @@ class Statements:
         for axis, (x, split) in enumerate(zip(indices, splits, strict=True)):
             at, check = self.index(f"y{n}_{axis}", t, axis, x)
             checks += [check] * bool(check)
-            pieces = [(1, split[0]), (2, split[1])] if split else [(0 if self.is_scalar(x) else 2, at)]
+            apart = self.hopper and split
+            pieces = [(1, apart[0]), (2, apart[1])] if apart else [(0 if self.is_scalar(x) else 2, at)]
             for place, piece in pieces:
                 index = piece if narrow else f"tl.cast({piece}, tl.int64)"
                 terms[place].append(f"{index} * t{t}_stride{axis}")
@@ -308,7 +313,7 @@ class Statements:
     def on_hopper(self, n: int, name: str, *xs: Any) -> str | None:
         """Return an expression that suits Hopper better than the usual one, if there is one."""
         if split := self.split(n):
-            return f"({split[0]} + {split[1]})"
+            return self.at_a_place(n) or f"({split[0]} + {split[1]})"
         if name == "cast" and xs[0] == "f":
             return self.real(xs[1])
         if name in ("tanh", "sigmoid") and "s" in self.reads[n]:
@@ -323,6 +328,15 @@ class Statements:
             if terms := self.terms(n):
                 return f"({' + '.join(terms)})"
         return None
+
+    def at_a_place(self, n: int) -> str | None:
+        """Return i - j plus a number of the call, where rows and keys count from a place: a number of the row less one
+        of the key, which take fewer registers than parts."""
+        found: Any = self.sums[n]
+        if not (found.rest and found.i == -found.j == 1):
+            return None
+        key = found.times(-1)._replace(i=0).written("", "(column0 + column)", True)
+        return f"((row0 + row) - {key})"
 
     def terms(self, n: int) -> list[str]:
         """Return the terms of a number times a whole number that `split` divides."""
@@ -343,7 +357,7 @@ class Statements:
 
     def real(self, x: int) -> str | None:
         """Return a whole number as a floating one, exact below 2^24, in parts that are each converted once."""
-        if split := self.split(x):
+        if (split := self.split(x)) and not self.at_a_place(x):
             return "(tl.cast({}, tl.float32) + tl.cast({}, tl.float32))".format(*split)
         if self.nodes[x][0] in ("abs", "neg") and (found := self.real(self.nodes[x][1])):
             return OPS[self.nodes[x][0]].triton.format(found)

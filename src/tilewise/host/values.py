@@ -16,9 +16,6 @@ from .arguments import lengths, odd, packed_by
 from .emit import arguments, functions, is_finite, needs_shift
 from .statements import Form
 
-DEVICE_MASKS: Any = masks
-DEVICE_SCORES: Any = scores
-"""The modules in which we look up hand-written device functions by name."""
 MOST = 2**31
 STICKS_OUT = 256
 """The most rows or keys of a tile that lie outside."""
@@ -27,7 +24,7 @@ STICKS_OUT = 256
 def device_values(p: Problem, extra: tuple[Tensor, ...], own: Any = None) -> tuple[Any, Any, Tensor | None]:
     """Return the mask's parts and the scores as kernel arguments, and the sink; once if they hold no tensor.
 
-    `own` is a back end's module of score functions, which take precedence over those of tile/scores.py.
+    `own` is a back end's module of functions for scores: `saturated`, and what else emit.py and statements.py name.
     """
     return _device_values(p, extra, own) if extra else _plain_values(p, own)
 
@@ -46,35 +43,21 @@ def _device_values(p: Problem, extra: tuple[Tensor, ...], own: Any) -> tuple[Any
 
 
 def _mask_part(p: Problem, mask: Any, where: Packed | None) -> masks.Part:
-    if _by_hand(mask, where):
-        keep = getattr(DEVICE_MASKS, f"{mask.device}_keep")
-        if not mask.interval:
-            return masks.Part(keep, DEVICE_MASKS.everywhere, DEVICE_MASKS.everywhere, mask.arguments(p))
-        keys, queries = (getattr(DEVICE_MASKS, f"{mask.device}_{side}") for side in ("keys", "queries"))
+    if mask.device and where is None:
+        keep, keys, queries = (getattr(masks, f"{mask.device}_{name}") for name in ("keep", "keys", "queries"))
         return masks.Part(keep, keys, queries, mask.arguments(p))
     traced = mask.traced
     form = form_of(p, traced, where)
     made = functions(traced.program.text, form)
-    keys, queries = (made.get(name, DEVICE_MASKS.everywhere) for name in ("keys", "queries"))
+    keys, queries = (made.get(name, masks.everywhere) for name in ("keys", "queries"))
     return masks.Part(made["keep"], keys, queries, captured(p, traced, form, where))
 
 
 def _score_part(p: Problem, score: Any, unit: float, own: Any, where: Packed | None) -> scores.Part:
-    if _by_hand(score, where):
-        past = f"{score.device}_past"  # a simpler form for masks that hide later keys
-        device = past if p.past and hasattr(own, f"{past}_fn") else score.device
-        names = f"{device}_fn", f"{device}_grad"
-        fn, grad = (getattr(own if hasattr(own, name) else DEVICE_SCORES, name) for name in names)
-        return scores.Part(fn, grad, unit, score.arguments(p))
     traced = score.traced
     form = form_of(p, traced, where, p.past)._replace(steps=getattr(own, "STEPS", False))
     made = functions(traced.program.text, form, getattr(own, "saturated", None))
     return scores.Part(made["fn"], made["grad"], unit, captured(p, traced, form, where))
-
-
-def _by_hand(value: Any, where: Packed | None) -> bool:
-    """Tell whether a value has device functions written by hand. Those of tables know no packed sequences."""
-    return bool(value.device) and (where is None or value.varlen)
 
 
 def captured(p: Problem, traced: Aligned, form: Form, where: Packed | None) -> tuple[Any, ...]:
@@ -128,5 +111,5 @@ def with_lse_shift(p: Problem, changes: tuple[Any, ...], lse: Tensor, extra: tup
         return changes
     where = packed_by(p, extra) or ()
     name = "minus_lse_packed" if where else "minus_lse"
-    fn, grad = (getattr(DEVICE_SCORES, f"{name}_{side}") for side in ("fn", "grad"))
+    fn, grad = (getattr(scores, f"{name}_{side}") for side in ("fn", "grad"))
     return (*changes, scores.Part(fn, grad, 1.0, (lse, *map(odd, (p.H, *lengths(p))), *where)))

@@ -14,7 +14,7 @@ from .masks import ByHead, Full, Mask
 from .value import ALL, AS_WIDE, INTEGER_TYPES, OPEN, At, Ends, check_type, constant, integer, per_batch
 
 FAR = OPEN - 1
-"""No row is so far from a key. As 2 n + 1, a kernel takes it in 32 bits."""
+"""No row is so far from a key. As 2 n + 1, a kernel still takes it in 32 bits."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,8 +23,6 @@ class Causal(Mask):
 
     The last query is aligned with the last key (bottom-right alignment).
     """
-
-    device = "causal"
 
     @staticmethod
     def rule(b, h, i, j):
@@ -43,7 +41,6 @@ class Window(Mask):
 
     left: int | None
     right: int | None
-    device = "window"
 
     @staticmethod
     def rule(b, h, i, j, left, right):
@@ -51,7 +48,7 @@ class Window(Mask):
 
     @property
     def rule_takes(self) -> tuple[Any, ...]:
-        return tuple([min(n, FAR) for n in self.arguments(None)])
+        return tuple([FAR if side is None else min(side, FAR) for side in (self.left, self.right)])
 
     def __post_init__(self) -> None:
         for name in ("left", "right"):
@@ -71,9 +68,6 @@ class Window(Mask):
     def hides_later_keys(self) -> bool:
         return self.right == 0
 
-    def arguments(self, problem: Any) -> tuple[Any, ...]:
-        return tuple([OPEN if side is None else min(side, OPEN) for side in (self.left, self.right)])
-
 
 @dataclass(frozen=True, eq=False)
 class Prefix(Mask):
@@ -83,7 +77,6 @@ class Prefix(Mask):
     """
 
     lengths: Tensor
-    device = "prefix"
     captures = ("lengths",)
     shapes = ("B",)
 
@@ -96,9 +89,6 @@ class Prefix(Mask):
 
     def keys(self, i: Any, b: slice = ALL) -> Ends:
         return -OPEN, torch.maximum(per_batch(self.lengths[b]), torch.as_tensor(i + 1, device=self.lengths.device))
-
-    def arguments(self, problem: Any) -> tuple[Any, ...]:
-        return (self.lengths.contiguous(),)
 
     def placed(self, place: Any, M: int, N: int) -> Mask:
         offset = constant(place.row - place.column - (N - M))
@@ -114,7 +104,6 @@ class PrefixAt(At, Prefix):
     """Show what Prefix does, at a place."""
 
     offset: int
-    device = "prefix_at"
 
     def keys(self, i: Any, b: slice = ALL) -> Ends:
         return super().keys(i + self.offset, b)
@@ -182,7 +171,6 @@ class PaddingLengths(Padding):
     """Show the keys j < length: Padding given as lengths (B,)."""
 
     lengths: Tensor
-    device = "padding"
     captures = ("lengths",)
     shapes = ("B",)
 
@@ -200,9 +188,6 @@ class PaddingLengths(Padding):
     def placed(self, place: Any, M: int, N: int) -> Mask:
         return self.rebuild((), (_from(self.lengths, place.column, N),))
 
-    def arguments(self, problem: Any) -> tuple[Any, ...]:
-        return (self.lengths.contiguous(),)
-
     def check_contents(self, M: Any, N: Any) -> None:
         _check_range(self, self.lengths, N)
 
@@ -213,7 +198,6 @@ class PaddingRange(Padding):
 
     lengths: Tensor
     starts: Tensor
-    device = "padding_range"
     captures = ("lengths", "starts")
     shapes = ("B", "B")
 
@@ -231,9 +215,6 @@ class PaddingRange(Padding):
     def placed(self, place: Any, M: int, N: int) -> Mask:
         return self.rebuild((), tuple([_from(t, place.column, N) for t in self.tensors]))
 
-    def arguments(self, problem: Any) -> tuple[Any, ...]:
-        return self.lengths.contiguous(), self.starts.contiguous()
-
     def check_contents(self, M: Any, N: Any) -> None:
         _check_range(self, self.lengths, N)
         _check_range(self, self.starts, N, "starts")
@@ -244,7 +225,6 @@ class PaddingKeys(Padding):
     """Hide padded keys: Padding given as bool (B, N), true where the key is real."""
 
     real: Tensor
-    device = "padding_keys"
     captures = ("real",)
     shapes = ("BN",)
     interval = False
@@ -266,9 +246,6 @@ class PaddingKeys(Padding):
                 f"Padding: a bool tensor must have shape (B, N), got {tuple(tensor.shape)}; "
                 "give each batch entry a row of keys"
             )
-
-    def arguments(self, problem: Any) -> tuple[Any, ...]:
-        return (self.real, *self.real.stride(), problem.N)
 
 
 @dataclass(frozen=True, eq=False)
@@ -305,10 +282,6 @@ class Spans(Mask):
                     f"Spans: {name} must have shape (B, M) or (B, H, M, K), as lo has, got {tuple(tensor.shape)}; give "
                     "each row one number, or each row of a head K"
                 )
-
-    def ends(self, i: Any, shift: int, b: slice = ALL) -> Ends:
-        rows = i[:, 0] - shift if isinstance(i, Tensor) else slice(i - shift, i - shift + 1)
-        return self.lo[b, None, rows, None], self.hi[b, None, rows, None]  # (B, 1, rows, 1)
 
     def arguments(self, problem: Any) -> tuple[Any, ...]:
         return self.lo.contiguous(), self.hi.contiguous(), problem.M, problem.N

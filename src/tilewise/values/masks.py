@@ -1,9 +1,8 @@
 """Attention masks: which keys each query sees. Combine them with `&`, `|` and `~`.
 
-A mask is its `rule`, a plain function of b, h, i and j, from which `keep` follows, for the reference and the CPU.
-`align` says what i counts from: in most masks, the last row's i is the last key's j. `device` names the kernel
-functions in tile/masks.py, `captures` and `shapes` describe the tensors that they read, and `arguments` returns their
-arguments.
+A mask is its `rule`, a plain function of b, h, i and j, from which `keep` follows, for the reference and the CPU, and
+what kernels take (host/emit.py). `align` says what i counts from: in most masks, the last row's i is the last key's j.
+`captures` and `shapes` describe the tensors that it reads.
 """
 
 from collections.abc import Callable
@@ -108,10 +107,6 @@ class Mask(Ruled):
         """
         return -OPEN, OPEN
 
-    def ends(self, i: Any, shift: int, b: slice = ALL) -> Ends:
-        """Return the same for a mask that may need `shift` = N - M, which i contains, to find the row."""
-        return self.keys(i, b)
-
     def keep(self, at: Entries) -> Tensor:
         """Return a bool tensor, broadcast to (B, H, rows, columns): whether row i sees key j."""
         program, tensors, numbers, _ = self.traced
@@ -138,8 +133,6 @@ class Mask(Ruled):
 @dataclass(frozen=True, eq=False, repr=False)
 class MaskOf(Function, Mask):
     """A mask that is a function, made by `Mask.of`, `|` and `~`."""
-
-    device = ""
 
     def keys(self, i: Any, b: slice = ALL) -> Ends:
         """Return the same of a function of class A (see program.shape) with rows from the last key's, else all keys."""

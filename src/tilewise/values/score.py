@@ -1,8 +1,8 @@
 """Score functions: changes to the scaled logits (soft cap, ALiBi, bias), applied left to right, before the mask.
 
 A score is its `rule`, a plain function of the logit s and its indices. `apply` maps input logits S to output logits,
-and `pull` maps the gradient of the output back to the input, and adds to those of captured tensors. `device` names the
-kernels' pair in tile/scores.py, and `arguments` returns its arguments.
+and `pull` maps the gradient of the output back to the input, and adds to those of captured tensors. Kernels take the
+same from the rule (host/emit.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -69,7 +69,6 @@ class Score(Ruled):
 class ScoreOf(Function, Score):
     """A score that is a function, made by `Score.of`."""
 
-    device = ""
     learns = True
 
     @property
@@ -100,7 +99,6 @@ class SoftCap(Score):
     """
 
     cap: float
-    device = "softcap"
 
     @staticmethod
     def rule(s, b, h, i, j, cap):
@@ -133,7 +131,6 @@ class Alibi(Score):
     """
 
     slopes: Tensor
-    device = "alibi"
     captures = ("slopes",)
     shapes = ("BH",)
     unbatched = True
@@ -157,17 +154,12 @@ class Alibi(Score):
         offset = constant(place.row - place.column - (N - M))
         return AlibiAt.rebuild((offset,), self.tensors) if offset else self
 
-    def arguments(self, problem: Any) -> tuple[Any, ...]:
-        batch = self.slopes.stride(0) if self.slopes.ndim == 2 else 0
-        return self.slopes, batch, self.slopes.stride(-1)
-
 
 @dataclass(frozen=True, eq=False)
 class AlibiAt(At, Alibi):
     """Subtract what Alibi does, at a place."""
 
     offset: int
-    device = "alibi_at"
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,7 +171,6 @@ class Bias(Score):
     """
 
     bias: Tensor
-    device = "bias"
     captures = ("bias",)
     shapes = ("BHMN",)
     broadcasts = True
@@ -199,9 +190,6 @@ class Bias(Score):
             raise ValueError(
                 f"Bias: bias must broadcast to (B, H, M, N), got {self.bias.ndim} dimensions; reshape it to 4 or fewer"
             )
-
-    def arguments(self, problem: Any) -> tuple[Any, ...]:
-        return (self.bias, *self.bias.expand(problem.B, problem.H, problem.M, problem.N).stride(), problem.M, problem.N)
 
 
 def _check_floating(name: str, tensor: Tensor) -> None:

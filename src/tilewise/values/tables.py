@@ -21,7 +21,6 @@ class Documents(Mask):
 
     q_ids: Tensor
     k_ids: Tensor
-    device = "documents"
     captures = ("q_ids", "k_ids")
     shapes = ("BM", "BN")
     interval = False
@@ -43,9 +42,6 @@ class Documents(Mask):
                     "give each batch entry a row of ids"
                 )
 
-    def arguments(self, problem: Any) -> tuple[Any, ...]:
-        return (self.q_ids, *self.q_ids.stride(), self.k_ids, *self.k_ids.stride(), problem.M, problem.N)
-
 
 @dataclass(frozen=True, eq=False)
 class Dense(Mask):
@@ -55,7 +51,6 @@ class Dense(Mask):
     """
 
     seen: Tensor
-    device = "dense"
     captures = ("seen",)
     shapes = ("BHMN",)
     broadcasts = True
@@ -74,9 +69,6 @@ class Dense(Mask):
             raise ValueError(
                 f"Dense: seen must broadcast to (B, H, M, N), got {self.seen.ndim} dimensions; reshape it to 4 or fewer"
             )
-
-    def arguments(self, problem: Any) -> tuple[Any, ...]:
-        return (self.seen, *self.seen.expand(problem.B, problem.H, problem.M, problem.N).stride(), problem.M, problem.N)
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,7 +151,6 @@ class BlockTable(ByHead):
     table: Tensor
     height: int
     width: int
-    device = ""
     captures = ("table",)
     shapes = ("BHRC",)
 
@@ -192,7 +183,6 @@ class TileList(Mask):
     B_c: int
     M: int
     N: int
-    device = ""  # the loops over tiles read it, not a function of the mask
     captures = ("tiles",)
     shapes = ("BHTL",)
     broadcasts = True

@@ -154,8 +154,8 @@ class Option(Frozen):
 class Value(Frozen):
     """Masks and scores derive from this class: they hold plain numbers, and captured tensors that kernels read."""
 
-    device: ClassVar[str]
-    """The prefix of the value's kernel functions."""
+    device: ClassVar[str] = ""
+    """The prefix of kernel functions written by hand (tile/masks.py), for what no rule says as well."""
     captures: ClassVar[tuple[str, ...]] = ()
     """The names of the captured tensors."""
     shapes: ClassVar[tuple[str, ...]] = ()
@@ -291,13 +291,6 @@ class Value(Frozen):
         """
         return self
 
-    def arguments(self, problem: Any) -> tuple[Any, ...]:
-        """Return the arguments of the kernel functions, in their order: numbers, or tensors with strides.
-
-        `problem` has the sizes B, H, M and N.
-        """
-        return self.plain[1:]
-
     def check_contents(self, M: Any, N: Any) -> None:
         """Raise ValueError if the captured tensors hold wrong numbers. This synchronises with a GPU.
 
@@ -307,7 +300,7 @@ class Value(Frozen):
 
 class At(Value):
     """What derives from this class and from a value is that value at a place: the call's row i is `offset` rows further
-    down than its keys say. Its kernel functions take the offset last."""
+    down than its keys say."""
 
     offset: int
 
@@ -325,9 +318,6 @@ class At(Value):
     @classmethod
     def public_name(cls) -> str:
         return cls.__bases__[-1].__name__
-
-    def arguments(self, problem: Any) -> tuple[Any, ...]:
-        return (*super().arguments(problem), self.offset)
 
 
 def _of_heads(t: Tensor, shape: str, h: slice) -> Tensor:

@@ -1,11 +1,7 @@
-"""Compute scores with Hopper's instructions, under their names in tile/scores.py."""
+"""Compute scores with Hopper's instructions."""
 
-import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-
-from ...tile.scores import alibi_grad
 
 
 @gluon.jit
@@ -44,35 +40,3 @@ def saturated(x, cap):
         }""",
         "=f,=f,=f,=f,f,f,f,f,f,f,f,f", [x, cap], dtype=gl.float32, is_pure=True, pack=4,
     )  # fmt: skip
-
-
-@gluon.jit
-def softcap_fn(S, unit, at, cap):
-    """Return cap tanh(S unit / cap)."""
-    return saturated(S * (2.8853900817779268 * unit / cap), cap)
-
-
-@gluon.jit
-def softcap_grad(dS, S, T, unit, at, cap):
-    """Multiply dS by 1 - tanh^2. T, which comes from P, may be a little above cap."""
-    t = T * (1.0 / cap)
-    return dS * tl.maximum(1.0 - t * t, 0.0)
-
-
-@triton.jit
-def alibi_fn(S, unit, at, slopes, batch, head):
-    """Return S unit - slope |i - j|. Distances are exact to 16M tokens, and what differs by tile is turned into fp32
-    once."""
-    slope = tl.load(slopes + at.b * batch + at.h * head).to(tl.float32)
-    return S * unit - slope * tl.abs((at.i0 - at.j0).to(tl.float32) + (at.i - at.j).to(tl.float32))
-
-
-@triton.jit
-def alibi_past_fn(S, unit, at, slopes, batch, head):
-    """Return the same where the mask hides every key after its query: i - j needs no absolute value, and takes a
-    multiply-add."""
-    slope = tl.load(slopes + at.b * batch + at.h * head).to(tl.float32)
-    return S * unit - (slope * (at.i0 - at.j0).to(tl.float32) + slope * (at.i - at.j).to(tl.float32))
-
-
-alibi_past_grad = alibi_grad
