@@ -74,7 +74,11 @@ def test_what_is_wrong_is_not_timed(monkeypatch):
 def test_each_mod_has_a_process_and_those_that_die_are_counted(rehearsed, monkeypatch, capsys):
     commands = []
 
-    def run(command, timeout, **options):
+    run_really = subprocess.run
+
+    def run(command, timeout=None, **options):
+        if "studies.bench.functions" not in command:  # git
+            return run_really(command, **options)
         commands.append(command)
         if command[-1] == "T5":
             raise subprocess.TimeoutExpired(command, timeout)
