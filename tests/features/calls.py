@@ -311,18 +311,22 @@ def whole_truth(p: Prepared, case: Case, call: Call) -> rule.Results:
 
 
 def _with_entries(part: Any, batch: int) -> Any:
-    """A mask with entries in front of the batch."""
-    added = [torch.cat([t.new_zeros(batch, *t.shape[1:]), t]) for t in part.tensors]
+    """A mask with entries in front of the batch, if it has a batch."""
+    added = [
+        t if "H" in shape and t.shape[0] == 1 else torch.cat([t.new_zeros(batch, *t.shape[1:]), t])
+        for t, shape in zip(part.tensors, part.shapes, strict=True)
+    ]
     return part.rebuild(part.plain[1:], tuple(added)) if added else part
 
 
 def _with_heads(part: Any, H: int, heads: slice) -> Any:
     """A mask with other heads beside the call's, if it has heads."""
-    if not isinstance(part, tw.Dense):
+    if not any("H" in shape for shape in part.shapes):
         return part
-    seen = part.seen.new_zeros(part.seen.shape[0], H, *part.seen.shape[2:])
-    seen[:, heads] = part.seen
-    return tw.Dense(seen)
+    whole = [t.new_zeros(t.shape[0], H, *t.shape[2:]) for t in part.tensors]
+    for to, t in zip(whole, part.tensors, strict=True):
+        to[:, heads] = t
+    return part.rebuild(part.plain[1:], tuple(whole))
 
 
 def _of_whole(change: tw.Score, sizes: Sequence[int], at: Sequence[slice], batch: int, heads: slice) -> tw.Score:
