@@ -78,7 +78,7 @@ def test_the_wheel_is_small(wheel):
     with zipfile.ZipFile(wheel) as files:
         beside = ("tilewise/compat/", "tilewise/parallel/")
         layers = sum(one.compress_size for one in files.infolist() if one.filename.startswith(beside))
-    assert wheel.stat().st_size - layers <= 432_000  # ADR 0016, and 70 kB of ADRs 0017 and 0018
+    assert wheel.stat().st_size - layers <= 433_000  # ADR 0016, and 71 kB of ADRs 0017 and 0018
     assert wheel.stat().st_size <= 530_000
 
 

@@ -23,7 +23,7 @@ class Part(NamedTuple):
     sizes: tuple[tuple[int, int], ...]
     """The captured tensors and dimensions whose sizes it takes."""
     letters: str
-    """Which of b and h it reads: the first dimensions of the table."""
+    """Which of b and h it reads; the table's other dimensions have size 1."""
 
 
 class Split(NamedTuple):
@@ -86,9 +86,10 @@ def split(text: str, tensors: int, numbers: int) -> Split | None:
         if n not in tables:
             at.append(build.add(with_operands(node, [at[x] for x in operands(node)])))
             continue
-        b, h, i, j, first = (build.wrap(build.add(("in", name))) for name in ("b", "h", "i", "j", f"i{numbers}"))
-        index = [x.n for x, letter in ((b, "b"), (h, "h")) if letter in parts[tables.index(n)].letters]
-        at.append(build.add(("load", tensors + tables.index(n), "f", *index, (i - j + first).n)))
+        k = tables.index(n)
+        index = [build.add(("in", c)) if c in parts[k].letters else build.literal(0) for c in "bh"]
+        i, j, first = (build.wrap(build.add(("in", name))) for name in ("i", "j", f"i{numbers}"))
+        at.append(build.add(("load", tensors + k, "f", *index, (i - j + first).n)))
     left = build.done([at[program.outputs[0]]])
     others = tuple(sorted({left.nodes[n][1] for n in left.loads} - {tensors + k for k in range(len(tables))}))
     places = {t: n for n, t in enumerate((*others, *range(tensors, tensors + len(tables))))}

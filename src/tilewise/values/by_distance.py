@@ -37,8 +37,7 @@ def _by_distance(score: ScoreOf, sizes: tuple[int, int, int, int], q: Tensor) ->
 
 
 class Table(torch.autograd.Function):
-    """What a part of a score is at each distance, from -first on: (B, H, distances), without b or h that it does not
-    read. It is in fp32, or fp64 as q."""
+    """What a part of a score is at each distance, from -first on: (B or 1, H or 1, distances), in fp32 or fp64."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -50,25 +49,13 @@ class Table(torch.autograd.Function):
         ctx.part, ctx.numbers = part, (*numbers, *[tensors[t].shape[dim] for t, dim in part.sizes])
         ctx.save_for_backward(*tensors)
         S = torch.zeros((B, H, sizes[2], 1), dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
-        return _read(apply(part.program, S, ctx.at, tensors, ctx.numbers), part.letters).contiguous()
+        return apply(part.program, S, ctx.at, tensors, ctx.numbers)[..., 0].contiguous()
 
     @staticmethod
     def backward(ctx: Any, d_table: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         tensors = ctx.saved_tensors
         sums = zero_sums(tensors, d_table.dtype)
-        dS = d_table.reshape(_whole(d_table, ctx.part.letters))
+        dS = d_table[..., None]
         pull(ctx.part.program, dS, torch.zeros_like(dS), ctx.at, sums, tensors, ctx.numbers)
         grads = [None if n not in sums else sums[n].to(t.dtype) for n, t in enumerate(tensors)]
         return None, None, None, None, None, *grads
-
-
-def _read(S: Tensor, letters: str) -> Tensor:
-    """Return (B, H, distances, 1) without the last dimension, and without b or h that is not among the letters."""
-    return S[tuple([slice(None) if c in letters else 0 for c in "bh"])][..., 0]
-
-
-def _whole(table: Tensor, letters: str) -> tuple[int, ...]:
-    """Return the shape of what `_read` was given."""
-    sizes = iter(table.shape)
-    B, H = (next(sizes) if c in letters else 1 for c in "bh")
-    return B, H, next(sizes), 1
