@@ -191,6 +191,8 @@ def source(line: str, places: dict[str, str]) -> tuple[str, str]:
     """Where a product of IR comes from: the file in the package or the studies, and the longest product there."""
     (place,) = re.findall(r"loc\((.*)\)$", line.rstrip())
     while not (found := re.match(r"\"([^\"]+\.py)\":(\d+):(\d+)", place)):
+        if place.startswith('"<tilewise program'):  # an emitted function, which is in no file
+            return "host/emit.py", "a product of a program"
         inner = re.search(r"#loc\d*", place)
         assert inner, place
         place = places[inner.group()]

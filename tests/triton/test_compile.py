@@ -147,7 +147,8 @@ def test_a_new_length_costs_no_compile_of_its_own(release):
     assert {kernel for _, _, kernel, _ in keys} == KERNELS
     assert set(calls.values()) == {36}, "the lengths that were tried"
     for at, found in keys.items():
-        assert len({re.sub(r"'D'|''", "_", key) for key in found}) == 1, f"{at}: {found}"
+        programs = 2 if at[0] in ("dense", "bias") else 1  # a batch of 1 is read at 0
+        assert len({re.sub(r"'D'|''", "_", key) for key in found}) <= programs, f"{at}: {found}"
         most = 2 if at[0] in ("full", "causal") else 16 if at[0] in ("documents", "dense") else 8
         assert len(found) <= most, f"{at}: {len(found)} kernels for 36 lengths"
     for variant, D, kernel, position in keys:
