@@ -106,6 +106,10 @@ def test_new_contents_count(monkeypatch):
 
 
 def test_few_entries_have_no_table(monkeypatch):
-    monkeypatch.setattr(by_distance, "Table", None)
+    made = []
+    monkeypatch.setattr(by_distance, "_by_distance", lambda score, *given: made.append(score) or score)
     given = functions.examples()["t5"]
-    tw.attention(*[t.float() for t in draw(20, 20)], score=tw.Score.of(given.fn, *given.tensors))
+    for many, count in ((1 << 24, 0), (0, 1)):
+        monkeypatch.setattr(by_distance, "MANY", many)
+        tw.attention(*[t.float() for t in draw(20, 20)], score=tw.Score.of(given.fn, *given.tensors), scale=1.0 + count)
+        assert len(made) == count

@@ -56,10 +56,9 @@ def test_rows_whose_keys_a_number_hides_have_gradients(backend):
     def hidden(s, b, h, i, j):
         return torch.where(i > 5, s, -1e9)
 
-    made = torch.Generator().manual_seed(0)
     found, true = [], []
     for results, dtype, name in ((found, torch.float32, backend), (true, torch.float64, "cpu")):
-        made.manual_seed(0)
+        made = torch.Generator().manual_seed(0)
         x = [torch.randn(1, 40, 2, 16, generator=made).to(dtype).requires_grad_() for _ in range(3)]
         o = tw.attention(*x, score=hidden, backend=name)
         results += [o, *torch.autograd.grad(o.sin().sum(), x)]

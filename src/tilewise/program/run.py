@@ -100,10 +100,8 @@ def _step(program: Program, node: Node, kind: str) -> Callable[[list[Any], Given
         case "in":
             return lambda values, x: _input(node[1], kind, x)
         case "lit":
-            number = literal(node)
-            return lambda values, x: torch.full(
-                (), number, dtype=x.types[kind], device=x.device
-            )  # no copy from the host
+            number = literal(node)  # by torch.full, as torch.tensor would copy from the host
+            return lambda values, x: torch.full((), number, dtype=x.types[kind], device=x.device)
         case "load":
             t, letters = node[1], letters_of(program, node)
             return lambda values, x: x.tensors[t][
