@@ -135,7 +135,7 @@ def launches(D: int, options: dict[str, Any]) -> list[Any]:
     narrow = saved._replace(o=do)  # a backward reads o in q's type
     backward = launch.backward_launches(
         p, pl, x, narrow, do, torch.empty_like(lse), scratch, grads, counter,
-        empty_sums(p, x, grads, BIAS[pl.backward_tile.D]),
+        empty_sums(p, x, grads, BIAS[pl.backward_tile.D], launch.added_of(p, x.extra)),
     )  # fmt: skip
     return [*launch.forward_launches(p, pl, x, saved, counter), *backward]
 

@@ -131,7 +131,9 @@ def rehearse_backward(p: Problem, x: Operands, seen: torch.Tensor, programs: int
     dQ, dK, dV = map(Box, ("dq", "dk", "dv"))
     done = Pointer([0] * heads)
     ready = None if fp32 or tile.SPLIT_DKDV or packed else Pointer([0] * made.heads)
-    scratch = Scratch(Numbers(), Numbers(), Numbers(), dq_semaphore, ready, gqa_sums, done)
+    scratch = Scratch(
+        Numbers(), Numbers(), Numbers(), dq_semaphore, ready, gqa_sums, done, Numbers() if p.biased else None
+    )
     end = scratch, counter, packed, variant, shape, tile
     if fp32:
         kernel = functions("tilewise.hopper.fp32.backward")["attention_backward_fp32"]

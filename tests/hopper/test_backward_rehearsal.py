@@ -121,7 +121,13 @@ def test_every_tile_is_multiplied_once(mask, D, H_k):
 @pytest.mark.parametrize("mask", ["causal", "window"])
 @pytest.mark.parametrize(
     "given",
-    [{"deterministic": True}, {"dropout": 0.1}, {"score": tw.SoftCap(50.0)}, {"out_dtype": torch.float32}],
+    [
+        {"deterministic": True},
+        {"dropout": 0.1},
+        {"score": tw.SoftCap(50.0)},
+        {"out_dtype": torch.float32},
+        {"score": tw.Bias(torch.zeros(1, 1, 512, 512))},
+    ],
     ids=str,
 )
 def test_with_more_asked_for(given, mask, D, H_k):

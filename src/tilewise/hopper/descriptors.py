@@ -40,9 +40,9 @@ class Descriptor(TensorDescriptor):
         self.base, self.box = base, box
 
 
-def vector(t: Tensor, size: int) -> Descriptor:
-    """Describe a row of numbers, in boxes of `size`."""
-    return Descriptor(t, Box([t.numel()], [1], [size], LINE))
+def vector(t: Tensor, size: int, times: int = 1) -> Descriptor:
+    """Describe a row of numbers, in boxes of `size`; so `times` of the kind, one behind the other."""
+    return Descriptor(t, Box([t.numel() * times], [1], [size], LINE))
 
 
 def sums_of_dq(t: Tensor) -> Descriptor:

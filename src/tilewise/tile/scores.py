@@ -68,12 +68,18 @@ def scores_backward(scores, dS, S, T, at, STOP: tl.constexpr):
 
 
 @triton.jit
+def finite(lse):
+    """Return lse as a number that logits of -inf may be shifted by: that of a row without keys is -inf."""
+    return tl.maximum(lse, -3.4028234663852886e38, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def minus_lse_fn(S, unit, at, lse, H, M, N):
     """Return S unit - lse: the backward's last score with a bias (see tile/renormalize.py). Counts are 2 n + 1."""
     H, M, N = H >> 1, M >> 1, N >> 1
     row = tl.minimum(at.i0 + at.i - (N - M), M - 1)
     logs = tl.load(lse + (at.b.to(tl.int64) * H + at.h) * M + row)
-    return S * unit - tl.maximum(logs, -3.4028234663852886e38, propagate_nan=tl.PropagateNan.ALL)
+    return S * unit - finite(logs)
 
 
 @triton.jit
@@ -90,7 +96,7 @@ def minus_lse_packed_fn(S, unit, at, lse, H, M, N, cu_q, cu_k, max_q, max_k):
     q0, M, _, N = rows_of(packed, at.b, rows_in_all, N >> 1)
     row = tl.minimum(at.i0 + at.i - (N - M), M - 1)
     logs = tl.load(row_values(lse, packed, at.b, at.h, H, q0, rows_in_all) + row)
-    return S * unit - tl.maximum(logs, -3.4028234663852886e38, propagate_nan=tl.PropagateNan.ALL)
+    return S * unit - finite(logs)
 
 
 @triton.jit

@@ -29,13 +29,16 @@ from .outputs import memory_of_gradients, store_gradient, wait_stores
 
 
 @gluon.jit
-def tile_probabilities(S, logs, place, j0, partial, variant, unit, y):
+def tile_probabilities(S, logs, place, j0, partial, variant, shared, unit, y):
     """Compute P of a transposed tile, before dropout; the mask applies to a `partial` tile. Keep what the mask reads
     apart from what scores read, else ptxas computes it for every tile. y >> 31 is 0, which ptxas cannot know."""
     layout: gl.constexpr = S.type.layout
     i = gl.arange(0, S.shape[1], gl.SliceLayout(0, layout))[None, :]
     j = gl.arange(0, S.shape[0], gl.SliceLayout(1, layout))[:, None]
-    P = probabilities(scored(S, place, j0, variant), logs[None, :], unit, False)
+    T = scored(S, place, j0, variant)
+    if shared.shift is not None:
+        T = T - row_shift(T, shared, y)
+    P = probabilities(T, logs[None, :], unit, False)
     if partial:
         if len(variant.scores) > 0:
             j0 += y >> 31
@@ -74,6 +77,12 @@ def scored(S, place, j0, variant):
 
 
 @gluon.jit
+def row_shift(T, shared, y):
+    """Load what the logits of use y are shifted by. # (1, B_r)"""
+    return stage(shared.shift, y).load(gl.SliceLayout(0, T.type.layout))[None, :]
+
+
+@gluon.jit
 def logits(P, logs):
     """Recover the logits from P, so that they take no registers until then. Where P is 0 they may be any number, as
     past the last row, where logs are inf."""
@@ -83,14 +92,17 @@ def logits(P, logs):
 
 
 @gluon.jit
-def gradient(P, dP, logs, delta, S, place, j0, variant):
+def gradient(P, dP, logs, delta, S, place, j0, variant, shared, y):
     """Compute dS of a transposed tile: the gradient with respect to the scaled logits."""
     dS = P * (dP - delta)
     if len(variant.scores) == 0:
         return dS
     else:
-        T = by_thread(logits(P, logs))
-        return as_tile(scores_backward(variant.scores, by_thread(dS), by_thread(S), T, entries(S, place, j0), 0), S)
+        T = logits(P, logs)
+        if shared.shift is not None:
+            T = T + row_shift(T, shared, y)
+        at = entries(S, place, j0)
+        return as_tile(scores_backward(variant.scores, by_thread(dS), by_thread(S), by_thread(T), at, 0), S)
 
 
 @gluon.jit
@@ -132,7 +144,7 @@ def row_block(W: gl.constexpr, n, y, dv, place, j0, partial, shared, call, tile:
     logs = stage(shared.logs, y).load(row_layout)
     words = read_bits(shared.bits, y, 64 * W, zero)
     S = warpgroup_mma_wait(1, [S])
-    P = tile_probabilities(S, logs, place, j0, partial, call.variant, call.shape.unit, y)
+    P = tile_probabilities(S, logs, place, j0, partial, call.variant, shared, call.shape.unit, y)
     if tile.GROUP > 1 and W == 0:  # else ptxas has both groups wait for dP above their exponentials
         end_block(y)
     LATE: gl.constexpr = B_R == 128 or len(call.variant.scores) > 0 or call.variant.dropout is not None
@@ -153,7 +165,8 @@ def row_block(W: gl.constexpr, n, y, dv, place, j0, partial, shared, call, tile:
         dP = apply_bits(dP, words) * call.variant.dropout.rescale
         if D == 128 and len(call.variant.scores) == 0:  # until here it waits in 16 bits, in half as many registers
             P = p16.to(gl.float32)
-    return dv, gradient(P, dP, logs[None, :], delta[None, :], S, place, j0, call.variant).to(dtype)
+    ds = gradient(P, dP, logs[None, :], delta[None, :], S, place, j0, call.variant, shared, y)
+    return dv, ds.to(dtype)
 
 
 @gluon.jit

@@ -110,6 +110,8 @@ class Shared(NamedTuple):
     tile_ids: object
     bits: object
     """Holds the channel of dropout bits, or None."""
+    shift: object
+    """Holds what logits are shifted by, beside `logs`, or None."""
 
 
 @gluon.jit
@@ -136,9 +138,12 @@ def load(Q, K, V, dO, L, D, shared, counter, call, tile: gl.constexpr):
                 at = [b, step.h, keys.q0 + m * B_R, 0]
                 row = query_block(step, keys, call, tile) * B_R
                 wait_before(shared.q.empty, y)
-                bar = expect(shared.q.full, y, Q.block_type.nbytes + 4 * B_R)
+                bar = expect(shared.q.full, y, Q.block_type.nbytes + (4 if shared.shift is None else 8) * B_R)
                 triton_compat.load(Q, at, bar, stage(shared.q.memory, y))
                 triton_compat.load(L, [row], bar, stage(shared.logs, y))
+                if shared.shift is not None:  # they lie behind all of L
+                    all_rows = call.shape.blocks * call.shape.heads * tile.GROUP * B_R
+                    triton_compat.load(L, [all_rows + row], bar, stage(shared.shift, y))
                 wait_before(shared.do.empty, y)
                 bar = expect(shared.do.full, y, dO.block_type.nbytes + 4 * B_R)
                 triton_compat.load(dO, at, bar, stage(shared.do.memory, y))
@@ -317,6 +322,7 @@ def attention_backward(
         Channel(p_memory, p_full, p_full),
         tile_channel(4 if DROPOUT_WARPS else 3),
         bits(B_C, 1, 2) if DROPOUT_WARPS else None,
+        gl.allocate_shared_memory(gl.float32, [Q_STAGES, B_R], L.layout) if scratch.shift is not None else None,
     )
     fence_async_shared()
     if DROPOUT_WARPS:

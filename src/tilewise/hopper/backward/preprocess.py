@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from ...tile.rows import fill_unused, first_block, origin, row_values, rows_of
+from ...tile.scores import finite
 from ...tile.softmax import for_backward
 
 
@@ -53,6 +54,8 @@ def attention_backward_preprocess(
     first = first_block(packed, b, h, H, q0, stride, B_R).to(tl.int64) * B_R
     tl.store(scratch.logs + first + rows, for_backward(logs, False))
     tl.store(scratch.delta + first + rows, delta)
+    if scratch.shift is not None:
+        tl.store(scratch.shift + first + rows, tl.where(rows < M, finite(logs), 0.0))
     loop = (b * H + h) // group
     if scratch.ready is not None:
         tl.store(scratch.ready + loop, 0, mask=t == 0)

@@ -34,3 +34,5 @@ class Scratch(NamedTuple):
     gqa_sums: object
     done: object
     """Counts, at the first head of each loop, the key tiles that have added all they add to its dQ."""
+    shift: Any = None
+    """Holds the lse in natural log, behind `logs`, where logits with a bias are shifted by it; else it is None."""
