@@ -211,7 +211,7 @@ def counts() -> list[Count]:
         Count("questions of 8 bits", len(asked(package, EIGHT_BITS)), 30),
         Count("functions that keep by a Problem", len(kept()), 2),
         Count(f"generated files over {HEAVIEST // 1000} kB in git", len(generated()), 0, None, tuple(generated())),
-        Count("lines of src", lines, 31_650, 24_400),
+        Count("lines of src", lines, 32_200, 24_400),
     ]
 
 

@@ -111,8 +111,8 @@ class Problem:
 
 
 def ours(backend: str, options: dict[str, Any]) -> Attend:
-    """Return a call of tilewise."""
-    return lambda q, k, v: tw.attention(q, k, v, backend=backend, **options)
+    """Return a call of tilewise, whose options may name another back end."""
+    return lambda q, k, v: tw.attention(q, k, v, **{"backend": backend} | options)
 
 
 def efficient(bias: Tensor) -> dict[str, Attend]:

@@ -20,6 +20,8 @@ from .suites import BACKWARD, FORWARD
 ATTENTION_BIAS = "sdpa efficient"
 """PyTorch's kernel that takes a bias as attn_mask, and has its gradient."""
 PASSES = (FORWARD, BACKWARD)
+ONE_TILE = "Bias, one tile a head"
+"""Names the kernels that keep a whole score matrix (triton/single), which run by the name of their back end alone."""
 
 
 class Size(NamedTuple):
@@ -210,7 +212,7 @@ def t5(size: Size, draw: torch.Generator) -> Made:
 def biased(draw: torch.Generator, *shape: int) -> Made:
     """Add a bias (H, N, N) that learns, in q's type, as SDPA wants it."""
     bias = normal(draw, *shape, dtype=torch.bfloat16)
-    ours = {"Bias": {"score": tw.Bias(bias)}}
+    ours: Any = {"Bias": {"score": tw.Bias(bias)}}
     return Made("score", lambda s, b, h, i, j, bias: s + bias[h, i, j], (bias,), ours, bias)
 
 
@@ -222,8 +224,11 @@ def full_bias(size: Size, draw: torch.Generator) -> Made:
 
 @mod(
     "Swin", Bar(ATTENTION_BIAS, 1.2, (FORWARD,)), Bar(ATTENTION_BIAS, 1.0, (BACKWARD,)),
+    Bar(ATTENTION_BIAS, 1.2, (FORWARD,), ours=f"tilewise {ONE_TILE}"),
+    Bar(ATTENTION_BIAS, 1.0, (BACKWARD,), ours=f"tilewise {ONE_TILE}"),
     sizes=(Size(4096, 49, 8, 32),), tokens=49,
 )  # fmt: skip
 def swin(size: Size, draw: torch.Generator) -> Made:
     """Make a bias that all windows of 7 x 7 tokens share."""
-    return biased(draw, size.H, size.N, size.N)
+    made = biased(draw, size.H, size.N, size.N)
+    return made._replace(ours=made.ours | {ONE_TILE: made.ours["Bias"] | {"backend": "triton"}})

@@ -84,6 +84,13 @@ KERNELS = {
     ),
     "triton forward": Kernel(("triton/forward.py:attention_forward",), (f"{PORTABLE}:FORWARD",)),
     "triton backward": Kernel(BACKWARD, (f"{PORTABLE}:DKDV", f"{PORTABLE}:DQ")),
+    "triton single": Kernel(
+        (
+            "triton/single/kernel.py:attention_forward_single",
+            "triton/single/kernel.py:attention_backward_single",
+        ),
+        (f"{PORTABLE}:SINGLE",),
+    ),
     "triton fp32 forward": Kernel(("triton/forward.py:attention_forward",), (f"{PORTABLE}:FORWARD",)),
     "triton fp32 backward": Kernel(BACKWARD, (f"{PORTABLE}:DKDV", f"{PORTABLE}:DQ")),
     "gradient of a bias": Kernel(("tile/gather.py:attention_backward_gather",), (f"{HOPPER}:BIAS", f"{PORTABLE}:DQ")),

@@ -26,12 +26,14 @@ import triton.language as tl
 import tilewise as tw
 from tilewise.attention.api import with_defaults
 from tilewise.attention.explain import problem_on
+from tilewise.call.backend import BACKWARD
 from tilewise.call.check import check_arguments
 from tilewise.call.operands import Operands
 from tilewise.call.problem import Problem
 from tilewise.host.gather import empty_sums
 from tilewise.triton import launch
 from tilewise.triton.plan import plan
+from tilewise.triton.single import launch as single
 from tilewise.triton.tiles import SPECIAL
 from tilewise.warm.cross_compile import use_target
 
@@ -59,6 +61,11 @@ def launches(target: str, q: Any, k: Any, v: Any, wanted: bool = False, **option
     scratch, grads = launch.empty_scratch(p, x), launch.empty_grads(p, x)
     do, dlse = torch.empty_like(saved.o, dtype=q.dtype), torch.empty_like(saved.lse)
     pl = plan(p)
+    if single.fits(p, BACKWARD):
+        pl = single.plan(p)
+        sums, given = single.empty_sums(p, pl, x, grads), (saved._replace(o=do), do, dlse)
+        backward = single.backward_launches(p, pl, x, *given, None, grads, sums)
+        return [*single.forward_launches(p, pl, x, saved), *backward]
     sums = empty_sums(p, x, grads, pl.bias)
     backward = launch.backward_launches(p, pl, x, saved._replace(o=do), do, dlse, scratch, grads, sums)
     return [*launch.forward_launches(p, pl, x, saved), *backward]
@@ -88,11 +95,16 @@ PARTS = ("wide", "spans", "placed", "placed dropout")
 """What parts of a whole need: results in fp32, Spans, and Prefix, ALiBi and dropout at a place."""
 
 
+SINGLE = ("attention_forward_single", "attention_backward_single")
+"""The kernels of heads whose score matrix is one tile."""
+
+
 def calls(target: str) -> Iterator[Call]:
     """Full, causal ("plain"), combined, listed and biased calls in the 16-bit type; plain ones in fp32, "ieee" on FMA
     units, and "tf32x3" where it has its own rows; on Hopper, also a call whose strides are 1; what parts of a whole
-    need, where a chip is main. Two biases in fp32, of which a loop reads more than of K and V, where memory is
-    short. Head size 512 in both types, where a chip takes it; of sm_86 and sm_89, which are alike, with sm_89."""
+    need, and heads of one tile, also Swin's, where a chip is main. Two biases in fp32, of which a loop reads more than
+    of K and V, where memory is short. Head size 512 in both types, where a chip takes it; of sm_86 and sm_89, which are
+    alike, with sm_89."""
     old = target in ("sm_70", "sm_75")
     half = torch.float16 if old else torch.bfloat16
     of_bias = ("attention_backward_renormalize", "attention_backward_gather")
@@ -106,6 +118,7 @@ def calls(target: str) -> Iterator[Call]:
         yield Call("two biases", half, 64, ("attention_forward", "attention_backward_dq"))
     if target in MAIN:
         yield Call("full", half, 64, MAIN_KERNELS)
+        yield from [Call(variant, half, D, SINGLE) for variant, D in (("single", 64), ("single", 128), ("Swin", 32))]
         yield Call("biased", half, 256, ("attention_backward_gather",))
         yield Call("plain", half, 256, MAIN_KERNELS)
         yield Call("combined", half, 64, MAIN_KERNELS)
@@ -131,7 +144,7 @@ def calls(target: str) -> Iterator[Call]:
 
 def launches_of(target: str, call: Call) -> list[launch.Launch]:
     """The launches of a call that are to be compiled."""
-    B, S, H = 2, 1024, 4
+    B, S, H = 2, {"single": 64, "Swin": 49}.get(call.variant, 1024), 4
     heads = {"combined": (H, H // 2), "strides of 1": (1, 1)}.get(call.variant, (H, H))
     q, k = (meta(B, S, n, call.D, dtype=call.dtype) for n in heads)
     v = meta(B, S, 1, 1, dtype=call.dtype) if call.variant == "strides of 1" else k
@@ -156,6 +169,8 @@ def options_of(call: Call, B: int, S: int, H: int) -> dict[str, Any]:
         "placed": {"mask": tw.Prefix(lengths), "score": tw.Alibi(numbers), "origin": tw.Origin(64, 128)},
         "placed dropout": {"dropout": 0.1, "origin": tw.Origin(64, 128, 1, 8)},
         "biased": biased,
+        "single": {"backend": "triton"},
+        "Swin": biased | {"mask": tw.Full(), "backend": "triton"},
         "two biases": biased | {"score": [tw.Bias(meta(1, H, S, S, dtype=torch.float32)) for _ in range(2)]},
         "listed": biased | {"mask": tw.Dense(meta(S, S, dtype=torch.bool)) & tw.Causal()},
         # strides that Triton makes constants: D_v = 1 of one head, and one bias for all

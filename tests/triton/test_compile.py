@@ -50,6 +50,7 @@ KERNELS = {
     "attention_forward", "attention_backward_dkdv", "attention_backward_dq", "attention_backward_renormalize",
     "attention_backward_gather", *NO_PRODUCTS,
 }  # fmt: skip
+SINGLE = {"attention_forward_single", "attention_backward_single"}
 
 
 @cache
@@ -69,7 +70,8 @@ def name(row):
 
 def is_strict(target, row):
     """Whether the rule of no spills holds for a kernel."""
-    usual = row["variant"] not in ("strides of 1", "placed dropout")  # Triton 3.9 spills as much without a place
+    # Triton 3.9 spills as much without a place; a tile that is a whole head has all its gradients in registers
+    usual = row["variant"] not in ("strides of 1", "placed dropout", "single", "Swin")
     return usual and target in FREE_OF_SPILLS and row["dtype"] != "float32" and row["D"] <= 128
 
 
@@ -98,7 +100,7 @@ def faults(target, row, record):
     if row["dtype"] == "float32" and not meant and row["conflicts"]:
         found.append(f"reads {row['conflicts']} right factors across the banks of shared memory")
     # with and without a mask
-    loops = 1 if row["kernel"] in ("attention_backward_gather", "attention_backward_renormalize") else 2
+    loops = 1 if row["kernel"] in {"attention_backward_gather", "attention_backward_renormalize", *SINGLE} else 2
     if row["loops"] != loops:
         found.append(f"has {row['loops']} loops that multiply, expected {loops}")
     allowed = 0 if is_strict(target, row) else record.get(name(row))
@@ -119,7 +121,7 @@ def test_every_kernel_compiles_well(target, release):
     if "refused" in rows[0]:
         pytest.skip(f"Triton {version} no longer compiles for {target}: {rows[0]['refused']}")
     record = json.loads(RECORD.read_text()).get(version, {}).get(target, {})
-    assert {row["kernel"] for row in rows} == KERNELS
+    assert {row["kernel"] for row in rows} == KERNELS | (SINGLE if target in ("sm_80", "sm_90", "sm_100") else set())
     assert {row["variant"] for row in rows} >= {"plain", "combined", "listed"}
     assert {row["D"] for row in rows if row["dtype"] != "float32"} >= {64, 128}
     assert {row["D"] for row in rows if row["dtype"] == "float32"} >= {64}

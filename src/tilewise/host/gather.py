@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..call.backend import never
 from ..call.operands import Grads, Operands
 from ..call.problem import Problem
 from ..program.derive import gathers
@@ -123,21 +124,51 @@ def orbits_of(p: Problem, read: Read, tiles: Any) -> Orbited:
     return Orbited(batch, heads, orbits, min(wanted, steps))
 
 
-def empty_sums(p: Problem, x: Operands, grads: Grads, tiles: Any) -> list[Tensor | None]:
+def empty_sums(p: Problem, x: Operands, grads: Grads, tiles: Any, added: Read | None = None) -> list[Tensor | None]:
     """Allocate what each read's launch writes: the gradient itself, sums in fp32 of each part, or zeros to add to; None
-    for what `add_sums` launches."""
-    made: list[Tensor | None] = []
-    for read in reads_of(p, x.extra):
-        grad, parts = grads.extra[read.tensor], orbits_of(p, read, tiles).parts
-        if read.dims is None:
-            found = None if p.recipe.deterministic else torch.zeros(grad.shape, dtype=torch.float32, device=grad.device)  # type: ignore[union-attr]
-        elif read.whole and parts == 1:
-            found = grad
-        else:
-            make = torch.empty if read.whole else torch.zeros
-            found = make((parts, *grad.shape), dtype=torch.float32, device=grad.device)  # type: ignore[union-attr]
-        made.append(found)
-    return made
+    for what `add_sums` launches. `added`: a read that others add to zeros."""
+    return [
+        sums_of(p, read, grads, orbits_of(p, read, tiles).parts)
+        if read.dims is not None and read != added
+        else None if p.recipe.deterministic and read != added
+        else torch.zeros_like(grads.extra[read.tensor], dtype=torch.float32)  # type: ignore[arg-type]
+        for read in reads_of(p, x.extra)
+    ]  # fmt: skip
+
+
+def sums_of(p: Problem, read: Read, grads: Grads, parts: int) -> Tensor:
+    """Allocate what so many parts of a read's work write: the gradient itself where one gives all of it, else sums in
+    fp32."""
+    grad: Any = grads.extra[read.tensor]
+    if read.whole and parts == 1:
+        return grad
+    make = torch.empty if read.whole else torch.zeros
+    return make((parts, *grad.shape), dtype=torch.float32, device=grad.device)
+
+
+def addresses(read: Read, sums: Tensor) -> Sums:
+    """Return where sums lie that heads, rows and columns index, and batch entries."""
+    steps, stride = dict.fromkeys("bhij", 0), sums.stride()
+    if read.dims is not None:
+        steps |= dict(zip(read.dims, stride[len(stride) - len(read.dims) :], strict=True))
+    # any number steps over what there is one of
+    return Sums(sums, None, *(odd(n or 1) for n in (stride[0], steps["b"], steps["h"])), steps["i"], steps["j"])
+
+
+def gather_of(p: Problem, extra: Sequence[Tensor], read: Read) -> Gather:
+    """Return how a score reads a tensor, as kernels take it."""
+    traced, where = p.values(tuple(extra))[1][read.score].traced, packed_by(p, tuple(extra))
+    form = form_of(p, traced, where)
+    made = gather_functions(traced.program.text, read.load, form)
+    offset: Any = None if read.dims is not None else made["offset"]
+    scale = p.scale if read.score == 0 else 1.0
+    return Gather(captured(p, traced, form, where), scale, made["value"], offset)
+
+
+def entries_read(p: Problem, read: Read) -> tuple[int, int]:
+    """Count the entries of a tensor that rows and columns index."""
+    sizes = dict(zip(read.dims or (), p.extra[read.tensor].shape, strict=False))
+    return min(p.M, sizes.get("i", 1)), min(p.N, sizes.get("j", 1))
 
 
 def gather_launches(c: Recompute, sums: Sequence[Tensor | None]) -> Iterator[Launch]:
@@ -145,14 +176,7 @@ def gather_launches(c: Recompute, sums: Sequence[Tensor | None]) -> Iterator[Lau
     for read, own in zip(reads_of(c.p, c.extra), sums, strict=True):
         if own is None:
             continue
-        steps = dict.fromkeys("bhij", 0)
-        if read.dims is not None:
-            stride = own.stride()
-            steps |= dict(zip(read.dims, stride[len(stride) - len(read.dims) :], strict=True))
-        # any number steps over what there is one of
-        part, b, h = (odd(n or 1) for n in (own.stride(0), steps["b"], steps["h"]))
-        to = Sums(own, None, part, b, h, steps["i"], steps["j"])
-        yield launch_of(c, read, to, add=read.dims is None)
+        yield launch_of(c, read, addresses(read, own), add=read.dims is None)
 
 
 def launch_of(c: Recompute, read: Read, to: Sums, add: bool, first: int = 0, count: int | None = None) -> Launch:
@@ -160,21 +184,14 @@ def launch_of(c: Recompute, read: Read, to: Sums, add: bool, first: int = 0, cou
     p, tiles = c.p, c.tiles
     batch, heads, orbits, parts = orbits_of(p, read, tiles)
     count = orbits if count is None else count
-    traced, where = p.values(c.extra)[1][read.score].traced, packed_by(p, c.extra)
-    form = form_of(p, traced, where)
-    made = gather_functions(traced.program.text, read.load, form)
-    offset: Any = None if read.dims is not None else made["offset"]
-    scale = p.scale if read.score == 0 else 1.0
-    gather = Gather(captured(p, traced, form, where), scale, made["value"], offset)
-    sizes = dict(zip(read.dims or (), p.extra[read.tensor].shape, strict=False))
-    rows, columns = min(p.M, sizes.get("i", 1)), min(p.N, sizes.get("j", 1))
     counts = Orbits(*map(odd, (
-        parts, first, count, heads, cdiv(p.M, tiles.B_r), cdiv(p.N, tiles.B_c), p.B // batch, p.H // heads, rows,
-        columns, c.stride,
+        parts, first, count, heads, cdiv(p.M, tiles.B_r), cdiv(p.N, tiles.B_c), p.B // batch, p.H // heads,
+        *entries_read(p, read), c.stride,
     )))  # fmt: skip
     way = Way(read.score, "i" in read.by, "j" in read.by, read.diagonal, add, c.block)
     arguments = (
-        *c.operands, to, where, c.variant, gather, c.unit, *lengths(p), p.H, counts,
+        *c.operands, to, packed_by(p, c.extra), c.variant, gather_of(p, c.extra, read), c.unit, *lengths(p), p.H,
+        counts,
     )  # fmt: skip
     ptr: Any = to.ptr
     key = c.key, read, add, ptr.dtype, ptr.data_ptr() % 16
@@ -183,8 +200,8 @@ def launch_of(c: Recompute, read: Read, to: Sums, add: bool, first: int = 0, cou
 
 
 def add_sums(
-    p: Problem, x: Operands, grads: Grads, sums: Sequence[Tensor | None], recompute: Callable[[], Recompute],
-    stream: int | None,
+    p: Problem, x: Operands, grads: Grads, sums: Sequence[Tensor | None],
+    recompute: Callable[[], Recompute] = never, stream: int | None = None,
 ) -> None:  # fmt: skip
     """Write the gradients whose launches wrote sums. They are rounded once."""
     totals: dict[int, Tensor] = {}

@@ -94,11 +94,17 @@ def gather_step(
     S, dP = product(q, k, PRECISION), product(do, v, PRECISION)
     i, j = tl.arange(0, B_R)[:, None], tl.arange(0, B_C)[None, :]
     dS = scores_gradient(S, dP, logs, delta, place, variant, unit, i, j0, j, EXACT, True, SCORE + 1)[1]
+    return acc + entry_gradients(S, dS, place, i, j0, j, variant, gather, SCORE)
+
+
+@triton.jit
+def entry_gradients(S, dS, place, i, j0, j, variant, gather, SCORE: tl.constexpr):
+    """Return what the entry that each entry of S reads gets, from the gradient of the logits after score SCORE."""
     S = apply_scores(variant.scores, S, Entries(place.b, place.h, place.i0 + i + place.shift, 0, j0, j), SCORE)
     at = Entries(place.b, place.h, place.i0 + place.shift, i, j0, j)
     value = gather.value(dS, S, S, gather.unit, at, *gather.captured)
     real = (dS != 0.0) & (place.i0 + i < place.M) & (j0 + j < place.N)
-    return acc + tl.where(real, value, 0.0)
+    return tl.where(real, value, 0.0)
 
 
 @triton.jit
@@ -121,23 +127,37 @@ def first_tile(start, tiles_r, tiles_c, way: tl.constexpr, DOWN: tl.constexpr, A
 
 
 @triton.jit
+def reduced(acc, BY_ROW: tl.constexpr, BY_COLUMN: tl.constexpr):
+    """Return the sums over rows and columns, unless these read entries of their own."""
+    if not BY_ROW:
+        acc = tl.sum(acc, 0, keep_dims=True)
+    if not BY_COLUMN:
+        acc = tl.sum(acc, 1, keep_dims=True)
+    return acc
+
+
+@triton.jit
+def store_by_index(acc, sums, to, i0, j0, rows, columns):
+    """Store sums where rows from i0 on and columns from j0 on index the tensor. Counts are 2 n + 1."""
+    i, j = tl.arange(0, acc.shape[0])[:, None], tl.arange(0, acc.shape[1])[None, :]
+    to += (i0 + i).to(tl.int64) * sums.row + (j0 + j).to(tl.int64) * sums.column
+    inside = (i0 + i < rows >> 1) & (j0 + j < columns >> 1)
+    tl.store(sums.ptr + to, acc.to(sums.ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def store_sums(
     acc, gather, sums, packed, part, b, h, own, t_r, t_c, M, N, orbits, way: tl.constexpr, tile: tl.constexpr
 ):
     """Sum over rows and columns that the index does not read, and store or add that."""
-    if not way.BY_ROW:
-        acc = tl.sum(acc, 0, keep_dims=True)
-    if not way.BY_COLUMN:
-        acc = tl.sum(acc, 1, keep_dims=True)
-    i, j = tl.arange(0, acc.shape[0])[:, None], tl.arange(0, acc.shape[1])[None, :]
+    acc = reduced(acc, way.BY_ROW, way.BY_COLUMN)
     i0, j0 = t_r * tile.B_R, t_c * tile.B_C
     to = part.to(tl.int64) * (sums.part >> 1)
     to += b.to(tl.int64) * (sums.batch >> 1) + h.to(tl.int64) * (sums.head >> 1)
     if gather.offset is None:
-        to += (i0 + i).to(tl.int64) * sums.row + (j0 + j).to(tl.int64) * sums.column
-        inside = (i0 + i < orbits.rows >> 1) & (j0 + j < orbits.columns >> 1)
-        tl.store(sums.ptr + to, acc.to(sums.ptr.dtype.element_ty), mask=inside)
+        store_by_index(acc, sums, to, i0, j0, orbits.rows, orbits.columns)
     else:
+        i, j = tl.arange(0, acc.shape[0])[:, None], tl.arange(0, acc.shape[1])[None, :]
         _, m, _, n = rows_of(packed, b, M, N)
         offset, inside = gather.offset(Entries(b, h, i0 + n - m, i, j0, j), *gather.captured)
         inside = inside & (acc != 0.0)

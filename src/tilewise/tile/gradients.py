@@ -5,6 +5,8 @@ i and j are positions inside the tile that starts at (place.i0, j0). They broadc
 be transposed; L and D broadcast with i.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -12,6 +14,15 @@ from .dropout import dropout_mask
 from .masks import visible
 from .scores import Entries, apply_scores, scores_backward
 from .softmax import probabilities
+
+
+class Factors(NamedTuple):
+    """Hold what converts numbers: logits times `unit` are in the backward's unit, dS K times `scale` is dQ. `one` is 1,
+    unknown to the compiler, so that a sum is one multiply-add."""
+
+    unit: object
+    scale: object
+    one: object
 
 
 @triton.jit

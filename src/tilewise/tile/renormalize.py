@@ -20,6 +20,12 @@ LARGE_LSE = tl.constexpr(4096.0)
 """Bounds the lse from below: rounding a smaller one changes P by 2^-12 of itself at most, less than it does S."""
 
 
+@triton.jit
+def is_large(lse):
+    """Tell which rows have a finite lse that large."""
+    return (tl.abs(lse) >= LARGE_LSE) & (tl.abs(lse) < float("inf"))
+
+
 @triton.jit(do_not_specialize=["packed", "variant", "M", "N", "H", "tiles", "stride"])
 def attention_backward_renormalize(
     Q, K, L, lse, packed, variant, unit, M, N, H, tiles, stride, BLOCK: tl.constexpr, tile: tl.constexpr
@@ -39,7 +45,7 @@ def attention_backward_renormalize(
     q0, M, k0, N = rows_of(packed, b, M, N)
     i0 = t * B_R
     logs = load_row_values(row_values(lse, packed, b, h, H, q0, rows_in_all), i0, B_R, M, 0.0, True)
-    large = (tl.abs(logs) >= LARGE_LSE) & (tl.abs(logs) < float("inf"))
+    large = is_large(logs)
     EXACT: tl.constexpr = Q.ptr.dtype.element_ty == tl.float32
     sums = tl.zeros([B_R], tl.float32)
     if tl.max(large.to(tl.int32), 0) > 0:

@@ -1,6 +1,7 @@
 """The portable back end: Triton kernels for every GPU that Triton supports, and its interpreter on the CPU."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ..host.repeat import repeated
 from ..host.tables import source_of_rows
 from . import launch, tiles
 from .plan import plan
+from .single import launch as single
 from .split_keys import launch as split_keys
 from .tiles import NO_MATRIX_UNITS, TARGETS, WITH_FP8, current, precision, precisions
 
@@ -75,8 +77,14 @@ class Portable:
 
     def plan(self, problem: Problem, which: Pass) -> Plan:
         """Return how the kernels run a pass; in the interpreter on fp32, as it cannot multiply bf16."""
-        found = _backward if which is not FORWARD else split_keys.plan_of if splits(problem) else _forward
-        return found(problem) if problem.target != "cpu" else _interpreted(problem, found)
+        found = split_keys.plan_of if which is FORWARD and splits(problem) else partial(_plan, which=which)
+        return found(problem) if problem.target != "cpu" else _interpreted(problem, found, which)
+
+
+def _plan(p: Problem, which: Pass) -> Plan:
+    if single.fits(p, which):
+        return single.pass_plan(p, which)
+    return _forward(p) if which is FORWARD else _backward(p)
 
 
 def _forward(p: Problem) -> Plan:
@@ -108,12 +116,12 @@ def _common(p: Problem) -> list[str]:
     return [*products, *rounds, source_of_rows(p.q.device)]
 
 
-def _interpreted(p: Problem, plan_of: Callable[[Problem], Plan]) -> Plan:
+def _interpreted(p: Problem, plan_of: Callable[[Problem], Plan], which: Pass) -> Plan:
     """Return how a pass runs in the interpreter: on fp32, with results in the types asked for."""
 
     def run(x: Operands, *given: Any) -> Any:
         wide, wide_x = _widened(p, x)
-        if plan_of is not _backward:
+        if which is FORWARD:
             saved = plan_of(wide).run(wide_x, *given)
             return saved._replace(o=saved.o.to(p.out_dtype))
         saved, do, dlse = given

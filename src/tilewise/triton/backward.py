@@ -5,8 +5,6 @@ another one wrote.
 """
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 
@@ -20,20 +18,11 @@ from ..tile.factors import (
     stationary_axis,
     tile_product,
 )
-from ..tile.gradients import scores_gradient
+from ..tile.gradients import Factors, scores_gradient
 from ..tile.ranges import Place, key_range, list_at, partial_at, query_range, tile_at
 from ..tile.rows import fill_unused, pitch, row_values, rows_of
 from ..tile.schedule import assign, counts
 from ..tile.softmax import for_backward
-
-
-class Factors(NamedTuple):
-    """Hold what converts numbers: logits times `unit` are in the backward's unit, dS K times `scale` is dQ. `one` is 1,
-    unknown to the compiler, so that a sum is one multiply-add."""
-
-    unit: object
-    scale: object
-    one: object
 
 
 # lengths, and numbers that follow from them; inside NamedTuples, Triton still specializes on multiples of 16

@@ -29,6 +29,7 @@ from ..host.values import device_values, with_lse_shift
 from ..merge.sink import with_sink
 from ..quantize.codes import blocks_of, columns
 from ..quantize.launch import quantized
+from ..tile.gradients import Factors
 from ..tile.ranges import Scales, Variant
 from ..tile.rows import Rows as RowsOf
 from ..tile.rows import RowValues
@@ -122,7 +123,7 @@ def backward_launches(
     yield Launch(kernels.attention_backward_delta, heads * tiles, arguments, sizes, pl.compiled, key)
 
     given = (*(rows(t) for t in (*x[:3], do)), scratch)
-    factors, shared = kernels.Factors(pl.unit, p.scale, 1.0), (p, pl, x, saved, do, dlse, scratch)
+    factors, shared = Factors(pl.unit, p.scale, 1.0), (p, pl, x, saved, do, dlse, scratch)
     if p.biased:
         yield renormalize_launch(recompute(*shared, pl.dq))
 

@@ -181,6 +181,22 @@ BIAS: Table = {
 }
 """Rows of a bias's gradient, under dq's keys. They stand where its kernel spills with dq's rows."""
 
+SINGLE: dict[tuple[str | int, ...], tuple[Tiles, Tiles]] = {
+    ("hopper", 2, 64, 32): (Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 2)),
+    ("hopper", 2, 32, 64): (Tiles(64, 64, 4, 1), Tiles(64, 64, 4, 2)),
+    ("hopper", 2, 64, 64): (Tiles(64, 64, 4, 1), Tiles(64, 64, 8, 2)),
+    ("hopper", 2, 128, 32): (Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)),
+    ("hopper", 2, 128, 64): (Tiles(64, 64, 4, 1), Tiles(64, 64, 8, 2)),
+    ("ampere", 2, 64, 32): (Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 2)),
+    ("ampere", 2, 32, 64): (Tiles(64, 64, 4, 1), Tiles(64, 64, 4, 1)),
+    ("ampere", 2, 64, 64): (Tiles(64, 64, 4, 1), Tiles(64, 64, 8, 1)),
+    ("ampere", 2, 128, 32): (Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)),
+    ("ampere", 2, 128, 64): (Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2)),
+    ("interpreter", 2, 128, 32): (Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)),
+    ("interpreter", 4, 128, 32): (Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)),
+}
+"""Rows of forward and backward of heads whose score matrix is one tile, by head size and tokens. None is measured."""
+
 DECODE: Table = {
     ("hopper", 2, 128, 16): Tiles(16, 64, 4, 7),
     ("hopper", 2, 256, 16): Tiles(16, 32, 4, 7, 255),
@@ -348,6 +364,19 @@ def bias_tiles(p: Problem, dq: Tiles) -> Tiles:
     """
     stages = max(1, min(dq.stages, 256 // max(p.D, p.D_v)))
     return BIAS.get(choose(DQ, p)) or dq._replace(stages=stages)
+
+
+def single_tile(p: Problem) -> tuple[Tiles, Tiles] | None:
+    """Return the tiles of forward and backward that hold a whole head, or None where there are none. They are for the
+    back end's name alone until a GPU has run them."""
+    inexact = any(p.products.code_types) or precision(p) == "ieee"
+    if p.recipe.backend != "triton" or not p.layout.uniform or inexact or 0 in (p.B, p.M, p.N):
+        return None
+    for size, tokens, kind in product((32, 64, 128), SHORT, chips(p.target)):
+        row = kind, p.dtype.itemsize, size, tokens
+        if max(p.D, p.D_v) <= size and max(p.M, p.N) <= tokens and row in SINGLE:
+            return SINGLE[row]
+    return None
 
 
 def decode_tiles(p: Problem) -> Tiles:

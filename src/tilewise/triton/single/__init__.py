@@ -1,0 +1,1 @@
+"""Heads whose score matrix is a single tile."""

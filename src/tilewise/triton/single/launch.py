@@ -1,0 +1,157 @@
+"""Launches of heads whose score matrix is a single tile."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ...call.backend import FORWARD, Pass
+from ...call.backend import Plan as PassPlan
+from ...call.operands import Grads, Operands, Saved
+from ...call.problem import Problem, once
+from ...host.arguments import (
+    adjacent,
+    cdiv,
+    dropout,
+    lengths,
+    odd,
+    rows,
+    unplanned,
+    with_adjacent_rows,
+    with_contiguous_lse,
+)
+from ...host.gather import Read, add_sums, addresses, entries_read, gather_of, reads_of, sums_of
+from ...host.launch import Launch, current_stream, multiprocessors
+from ...host.outputs import empty_grads, empty_saved
+from ...host.plan import Launched, plan_of
+from ...host.values import device_values
+from ...merge.sink import with_sink
+from ...tile.blocks import Tile
+from ...tile.gradients import Factors
+from ...tile.ranges import Variant
+from ..plan import plan as plan_in_tiles
+from ..tiles import Tiles, precision, single_tile
+from .kernel import Learned, RowValues, Work, attention_backward_single, attention_forward_single
+
+PROGRAMS = 6
+"""How many programs for each multiprocessor share the batch entries. Each adds its own sums of what learns."""
+
+
+@dataclass(frozen=True, eq=False)
+class Plan(Launched):
+    """Hold what follows from the problem alone."""
+
+    forward: Tiles
+    backward: Tiles
+    tile: Tile
+    c: float | None
+    """Is the forward's (triton/plan.py)."""
+    factors: Factors
+    """Are the backward's; the unit is None with a bias."""
+    parts: int
+    """Counts the programs of a key head."""
+
+
+def fits(p: Problem, which: Pass) -> bool:
+    """Tell whether the kernels run a pass: there is a row of tiles, and what learns is summed over all batch entries by
+    one program, and stored by rows and columns."""
+    if single_tile(p) is None:
+        return False
+    own = p.H == p.H_k
+    summed = [r.dims is not None and "b" not in r.by and ("h" not in r.by or own) for r in _reads(p, p.extra)]
+    return which is FORWARD or all(summed)
+
+
+def _reads(p: Problem, extra: Any) -> tuple[Read, ...]:
+    return reads_of(p, extra) if any(p.wanted) else ()
+
+
+@once
+def plan(p: Problem) -> Plan:
+    """Plan a problem."""
+    forward, back = cast("tuple[Tiles, Tiles]", single_tile(p))
+    tile = Tile(p.H // p.H_k, p.D, p.D_v, back.B_r, back.B_c, precision(p) or "ieee")
+    each = cdiv(p.B, cdiv(PROGRAMS * multiprocessors(p.q.device), p.H_k))
+    units = plan_in_tiles(p)
+    return Plan(forward, back, tile, units.c, Factors(units.c and units.unit, p.scale, 1.0), cdiv(p.B, each))
+
+
+def pass_plan(p: Problem, which: Pass) -> PassPlan:
+    """Return how the kernels run a pass."""
+    tiles = plan(p).forward if which is FORWARD else plan(p).backward
+
+    def describe(p: Problem, pl: Plan) -> list[str]:
+        row = f"one tile of {tiles.B_r}x{tiles.B_c} a head, {tiles.warps} warps, {tiles.stages} stages"
+        return [row.removesuffix("s" * (tiles.stages == 1)), "kernels of one tile a head have not run on a GPU"]
+
+    return plan_of(p, plan(p), forward if which is FORWARD else backward, describe)
+
+
+def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
+    """Compute o and lse."""
+    saved = empty_saved(p, x, seed)
+    x = with_adjacent_rows(x)
+    tensors = [*x[:3], *x.extra, *saved[:3]]
+    pl.replays[len(saved.extra)](current_stream(x.q.device), tensors, lambda: forward_launches(p, pl, x, saved))
+    return saved
+
+
+def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved) -> Iterator[Launch]:
+    """Yield the launch."""
+    arguments = (
+        *map(rows, (*x[:3], saved.o)), saved.lse, variant_of(p, x, saved.seed), pl.c, *lengths(p), p.H_k,
+        Work(odd(p.B), odd(pl.parts)),
+    )  # fmt: skip
+    constants = {"tile": pl.tile, **pl.forward.options(num_stages=pl.forward.stages)}
+    yield Launch(attention_forward_single, p.H_k * pl.parts, arguments, constants, pl.compiled)
+
+
+def variant_of(p: Problem, x: Operands, seed: Tensor | None) -> Variant:
+    """Return the call's values, as kernels take them."""
+    parts, changes, sink = device_values(p, x.extra)
+    return Variant(parts, changes, dropout(p, seed), None, sink)
+
+
+def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
+    """Compute dq, dk, dv, and the gradients that extras need."""
+    grads = empty_grads(p, x)
+    x = with_adjacent_rows(x)
+    do = torch.zeros_like(saved.o) if do is None else adjacent(do)
+    saved, dlse = with_contiguous_lse(saved, dlse)
+    of_sink = p.recipe.sink and grads.extra[p.sink_at] is not None
+    delta = torch.empty_like(saved.lse) if of_sink else None
+    sums = empty_sums(p, pl, x, grads)
+    tensors = [*x[:3], *x.extra, *saved[:3], do, dlse, delta, *grads[:3], *grads.extra, *sums]
+    stream = current_stream(x.q.device)
+    replay = pl.replays[unplanned(saved, do, dlse)]
+    replay(stream, tensors, lambda: backward_launches(p, pl, x, saved, do, dlse, delta, grads, sums))
+    add_sums(p, x, grads, sums)
+    return with_sink(p, x, saved.lse, grads, lambda: delta)  # type: ignore[arg-type, return-value]
+
+
+def empty_sums(p: Problem, pl: Plan, x: Operands, grads: Grads) -> list[Tensor]:
+    """Allocate the sums of each program; those without a head are summed over heads, too."""
+    parts = [pl.parts * (1 if "h" in read.by else p.H_k) for read in _reads(p, x.extra)]
+    return [sums_of(p, read, grads, count) for read, count in zip(_reads(p, x.extra), parts, strict=True)]
+
+
+def backward_launches(
+    p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, delta: Tensor | None,
+    grads: Grads, sums: Sequence[Tensor],
+) -> Iterator[Launch]:  # fmt: skip
+    """Yield the launch."""
+    reads = _reads(p, x.extra)
+    learned = tuple([
+        Learned(addresses(read, own), *map(odd, entries_read(p, read)), gather_of(p, x.extra, read))
+        for read, own in zip(reads, sums, strict=True)
+    ])  # fmt: skip
+    arguments = (
+        *map(rows, (*x[:3], saved.o)), RowValues(saved.lse, dlse, delta), rows(do), tuple(map(rows, grads[:3])),
+        variant_of(p, x, saved.seed), learned, pl.factors, *lengths(p), p.H_k, Work(odd(p.B), odd(pl.parts)),
+    )  # fmt: skip
+    ways = tuple([(read.score, "h" in read.by, "i" in read.by, "j" in read.by) for read in reads])
+    constants = {"ways": ways, "tile": pl.tile, **pl.backward.options(num_stages=pl.backward.stages)}
+    key = unplanned(saved, do, dlse), tuple([(own.dtype, own.data_ptr() % 16) for own in sums])
+    yield Launch(attention_backward_single, p.H_k * pl.parts, arguments, constants, pl.compiled, key)
