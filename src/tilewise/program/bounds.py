@@ -139,8 +139,10 @@ class Ranges:
         dims, index = len(self.boxes), []
         for d, x in enumerate(self.boxes):
             first, last = [end[(...,) + (None,) * dims] for end in (x.lo, x.hi)]
-            steps = torch.arange(x.most, device=first.device).view(-1, *[1] * (dims - 1 - d))
-            index.append(first if x.most == 1 else (first + steps).minimum(last))
+            if x.most > 1:
+                steps = torch.arange(x.most, device=first.device).view(-1, *[1] * (dims - 1 - d))
+                first = (first + steps).minimum(last)
+            index.append(first)
         return self.t[tuple(index)]
 
 
