@@ -85,8 +85,6 @@ def check_arguments(
     check_values(parts + changes)
     products.check_origin(origin)
     if origin.plain:
-        for value in own:
-            value.refuse_place()
         placed = lies.place(own, origin, q, k)
         same = all([one is other for one, other in zip(placed, own, strict=True)])
         parts = placed + mask.tile_lists * same  # which are of the mask as it was

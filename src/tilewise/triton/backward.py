@@ -18,12 +18,11 @@ from ..tile.factors import (
     stationary_axis,
     tile_product,
 )
-from ..tile.gradients import Factors, scores_gradient
+from ..tile.gradients import scores_gradient
 from ..tile.ranges import Place, key_range, list_at, partial_at, query_range, tile_at
 from ..tile.rows import fill_unused, pitch, row_values, rows_of
 from ..tile.schedule import assign, counts
 from ..tile.softmax import for_backward
-
 
 # lengths, and numbers that follow from them; inside NamedTuples, Triton still specializes on multiples of 16
 NOT_SPECIALIZED = ["packed", "variant", "factors", "M", "N", "schedule"]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..program import Aligned, Entries, join, keep, run
 from .function import DECORATE, MADE, Function, Ruled, as_value
-from .value import ALL, OPEN, Ends, Unsupported, per_batch
+from .value import ALL, OPEN, Ends, per_batch
 
 
 class Mask(Ruled):
@@ -189,10 +189,6 @@ class ByHead(Mask):
     def allowed(cls, n: int, whole: tuple[Any, ...]) -> str:
         batch, heads, *others = ["any" if size is None else size for size in whole]
         return f"have shape ({batch} or 1, {heads} or 1, {', '.join(map(str, others))})"
-
-    @classmethod
-    def refuse_place(cls) -> None:
-        raise Unsupported(f"{cls.public_name()}: origin= does not go with masks by head so far; use Dense")
 
     def of_whole(self, N: int) -> Mask:
         return MaskOf.from_program(self.of_sizes(N, N).traced, self.public_name())

@@ -235,10 +235,6 @@ class Value(Frozen):
         """Return why the value does not go with keys in a cache; nothing if it does."""
         return "" if cls.varlen else cls.not_cached
 
-    @classmethod
-    def refuse_place(cls) -> None:
-        """Raise Unsupported if the value does not go with origin=."""
-
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Return the captured tensors, in order."""
