@@ -91,7 +91,7 @@ def test_masks_and_scores_depend_on_what_emits_their_functions(package):
     found = state.states(chips=SM_90)
     values = {name for name in found if name.startswith(("mask ", "score "))}
     assert {"mask window", "mask dense", "score softcap", "score alibi"} <= set(changed(package))
-    assert set(changed(package)) == values - {"mask spans", "score minus_lse", "score minus_lse_packed"}
+    assert set(changed(package)) == values - {"mask spans", "score minus_lse"}
 
 
 def test_a_row_of_tiles_changes_its_head_size_alone(package):

@@ -121,7 +121,5 @@ def with_lse_shift(p: Problem, changes: tuple[Any, ...], lse: Tensor, extra: tup
     """Return the scores of a backward. With a bias, whose logits may be large, add one that subtracts lse."""
     if not p.biased:
         return changes
-    where = packed_by(p, extra) or ()
-    name = "minus_lse_packed" if where else "minus_lse"
-    fn, grad = (getattr(scores, f"{name}_{side}") for side in ("fn", "grad"))
-    return (*changes, scores.Part(fn, grad, 1.0, (lse, *map(odd, (p.H, *lengths(p))), *where)))
+    captured = lse, *map(odd, (p.H, *lengths(p))), *(packed_by(p, extra) or ())
+    return (*changes, scores.Part(scores.minus_lse_fn, scores.minus_lse_grad, 1.0, captured))

@@ -74,32 +74,16 @@ def finite(lse):
 
 
 @triton.jit
-def minus_lse_fn(S, unit, at, lse, H, M, N):
-    """Return S unit - lse: the backward's last score with a bias (see tile/renormalize.py). Counts are 2 n + 1."""
-    H, M, N = H >> 1, M >> 1, N >> 1
-    row = tl.minimum(at.i0 + at.i - (N - M), M - 1)
-    logs = tl.load(lse + (at.b.to(tl.int64) * H + at.h) * M + row)
-    return S * unit - finite(logs)
+def minus_lse_fn(S, unit, at, lse, H, M, N, cu_q=None, cu_k=None, max_q=None, max_k=None):
+    """Return S unit - lse: the backward's last score with a bias (see tile/renormalize.py). Counts are 2 n + 1; those
+    of packed sequences are in all, and what `Packed` holds follows."""
+    packed = None if cu_q is None else Packed(cu_q, cu_k, max_q, max_k)
+    q0, m, _, n = rows_of(packed, at.b, M >> 1, N >> 1)
+    row = tl.minimum(at.i0 + at.i - (n - m), m - 1)
+    return S * unit - finite(tl.load(row_values(lse, packed, at.b, at.h, H >> 1, q0, M >> 1) + row))
 
 
 @triton.jit
-def minus_lse_grad(dS, S, T, unit, at, lse, H, M, N):
+def minus_lse_grad(dS, S, T, unit, at, lse, H, M, N, cu_q=None, cu_k=None, max_q=None, max_k=None):
     """Return dS: the softmax does not depend on a shift of whole rows."""
-    return dS
-
-
-@triton.jit
-def minus_lse_packed_fn(S, unit, at, lse, H, M, N, cu_q, cu_k, max_q, max_k):
-    """Return the same of packed sequences, of M queries and N keys in all."""
-    H, rows_in_all = H >> 1, M >> 1
-    packed = Packed(cu_q, cu_k, max_q, max_k)
-    q0, M, _, N = rows_of(packed, at.b, rows_in_all, N >> 1)
-    row = tl.minimum(at.i0 + at.i - (N - M), M - 1)
-    logs = tl.load(row_values(lse, packed, at.b, at.h, H, q0, rows_in_all) + row)
-    return S * unit - finite(logs)
-
-
-@triton.jit
-def minus_lse_packed_grad(dS, S, T, unit, at, lse, H, M, N, cu_q, cu_k, max_q, max_k):
-    """Return dS, as there."""
     return dS

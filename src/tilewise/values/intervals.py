@@ -133,6 +133,10 @@ class Padding(Mask):
             object.__setattr__(self, name, tensor)
             self.check(name, tensor)
 
+    @classmethod
+    def public_name(cls) -> str:
+        return "Padding"
+
     def check(self, name: str, tensor: Any) -> None:
         """Raise TypeError or ValueError for a tensor of another type or shape."""
         _check_lengths(self, tensor, name)
@@ -178,25 +182,21 @@ class PaddingLengths(Padding):
     def rule(b, h, i, j, lengths):
         return j < lengths[b]
 
-    @classmethod
-    def public_name(cls) -> str:
-        return "Padding"
-
     def keys(self, i: Any, b: slice = ALL) -> Ends:
         return -OPEN, per_batch(self.lengths[b])
 
     def placed(self, place: Any, M: int, N: int) -> Mask:
-        return self.rebuild((), (_from(self.lengths, place.column, N),))
+        return self.rebuild((), tuple([_from(t, place.column, N) for t in self.tensors]))
 
     def check_contents(self, M: Any, N: Any) -> None:
-        _check_range(self, self.lengths, N)
+        for name in self.captures:
+            _check_range(self, getattr(self, name), N, name)
 
 
 @dataclass(frozen=True, eq=False, init=False)
-class PaddingRange(Padding):
+class PaddingRange(PaddingLengths):
     """Show the keys start <= j < length: Padding given as lengths (B,) and starts (B,)."""
 
-    lengths: Tensor
     starts: Tensor
     captures = ("lengths", "starts")
     shapes = ("B", "B")
@@ -205,19 +205,8 @@ class PaddingRange(Padding):
     def rule(b, h, i, j, lengths, starts):
         return (starts[b] <= j) & (j < lengths[b])
 
-    @classmethod
-    def public_name(cls) -> str:
-        return "Padding"
-
     def keys(self, i: Any, b: slice = ALL) -> Ends:
         return per_batch(self.starts[b]), per_batch(self.lengths[b])
-
-    def placed(self, place: Any, M: int, N: int) -> Mask:
-        return self.rebuild((), tuple([_from(t, place.column, N) for t in self.tensors]))
-
-    def check_contents(self, M: Any, N: Any) -> None:
-        _check_range(self, self.lengths, N)
-        _check_range(self, self.starts, N, "starts")
 
 
 @dataclass(frozen=True, eq=False, init=False)
