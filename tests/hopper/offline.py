@@ -35,15 +35,15 @@ DTYPES = torch.bfloat16, torch.float32
 CALLS = {
     64: (
         "full", "long causal", "causal", "short", "short causal", "scored", "combined", "fp16x3", "bf16x6",
-        "fp16x3 varlen", "biased", "wide", "pages of 16", "decode pages of 16", "functions",
+        "fp16x3 varlen", "biased", "bias added", "wide", "pages of 16", "decode pages of 16", "functions",
     ),
     128: (
         "full", "causal", "single", "short causal", "varlen", "scored", "bounded", "dropout", "placed dropout",
-        "combined", "ordered", "grouped", "fp16x3", "bf16x6", "biased", "wide", "wide varlen", "spans", "scored placed",
+        "combined", "ordered", "grouped", "fp16x3", "bf16x6", "biased", "bias added", "wide", "wide varlen", "spans", "scored placed",
         "prefix placed", "pages of 8", "pages of 16", "pages of 128", "cache, window",
         "decode", "decode pages of 16", "decode pages of 128", "decode scored", "functions", "a causal function",
     ),
-    256: ("causal", "dropout", "placed dropout", "grouped", "listed", "biased", "wide", "pages of 16"),
+    256: ("causal", "dropout", "placed dropout", "grouped", "listed", "biased", "bias added", "wide", "pages of 16"),
 }  # fmt: skip
 """What is compiled of each head size: every row of the tables, and every kind of kernel once."""
 
@@ -63,6 +63,7 @@ def calls() -> dict[str, dict[str, Any]]:
     numbers, packed = meta(H, dtype=torch.float32), tw.Varlen(ends, ends, S, S)
     causal, narrow, placed = {"mask": tw.Causal()}, tw.Causal() & tw.Window(300, 0), tw.Origin(64, 128)
     scores = {"score": [tw.SoftCap(50.0), tw.Alibi(numbers)], "sink": numbers}
+    bias = {"score": tw.Bias(meta(1, H, S, S, dtype=torch.bfloat16))}
 
     def pages(page: int, **more: Any) -> dict[str, Any]:
         table = meta(B, S // page, dtype=torch.int32)
@@ -95,7 +96,8 @@ def calls() -> dict[str, dict[str, Any]]:
         "prefix placed": {"mask": tw.Prefix(ints), "origin": placed},
         "functions": {"mask": tw.Mask.of(sinks_and_window), "score": tw.Score.of(by_distance, table).to("meta")},
         "a causal function": {"mask": tw.Mask.of(lambda b, h, i, j: j <= i, align="last")},
-        "biased": causal | {"score": tw.Bias(meta(1, H, S, S, dtype=torch.bfloat16))},
+        "biased": causal | bias | {"backend": None},
+        "bias added": causal | bias,
         "scored": causal | {"score": tw.Alibi(numbers)},
         "bounded": causal | {"score": tw.SoftCap(50.0)},
         "dropout": causal | {"dropout": 0.1},
@@ -145,7 +147,7 @@ BIASED = ("attention_backward_gather",)
 
 
 def main(only: str | None = None) -> Iterator[dict[str, Any]]:
-    """Every kernel that multiplies, per head size and call; with a bias that of its gradient alone."""
+    """Every kernel that multiplies, per head size and call; of "biased" that of the gradient alone."""
     use_target("sm_90")
     digests = known("hopper/offline.py")
     for D, names in CALLS.items():
