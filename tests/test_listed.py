@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 import tilewise as tw
 from tilewise.call import calls
 from tilewise.call.recipe import KINDS
-from tilewise.values.masks import Listed
+from tilewise.values.listed import Listed
 
 B, M, N, H, D = 2, 40, 70, 2, 16
 IDS = torch.arange(N).expand(B, -1) // 25

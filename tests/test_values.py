@@ -12,11 +12,11 @@ import torch
 
 import tilewise as tw
 from tilewise.call.recipe import KINDS
+from tilewise.values.by_head import BlockTable
 from tilewise.values.intervals import PaddingKeys, PaddingLengths, PrefixAt
 from tilewise.values.layout import PADDED
-from tilewise.values.masks import Listed
+from tilewise.values.listed import Listed, TileList
 from tilewise.values.score import AlibiAt
-from tilewise.values.tables import BlockTable, TileList
 
 NEW = (
     "padding range", "list", "listed", "prefix at", "alibi at", "spans", "cached", "quantized", "eight bits",

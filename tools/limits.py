@@ -22,6 +22,9 @@ EIGHT_BITS = {"EIGHT_BITS", "EightBits", "PV_BITS", "QK_BITS", "Quantized", "cod
 """Names in tests that ask for a layout, or for 8 bits."""
 OWN = {*(f"values/{name}.py" for name in ("layout", "cached", "products", "quantized")), "hopper/forward/eight_bits.py"}
 """The values' own files, which may ask, and the file in which device code is compiled for 8 bits."""
+OURS = {f"{name}.py" for name in ("values/masks", "values/intervals", "values/tables", "values/score")}
+OURS |= {"tile/masks.py", "tile/scores.py"}
+"""Our own masks and scores, and their device functions."""
 OF_TORCH = {"strided", "type"}
 """Names beside which a layout is a tensor's own."""
 LONGEST, WIDEST, LARGEST, HEAVIEST = 80, 16, 400, 100_000
@@ -197,6 +200,7 @@ def counts() -> list[Count]:
     wide = [name for name, node, device in functions(own) if not device and parameters(node) > WIDEST]
     large = [name_of(file) for file in (*package, *studies) if len(file.read_text().splitlines()) > LARGEST]
     lines = sum(len(file.read_text().splitlines()) for file in package)
+    ours = sum(len(file.read_text().splitlines()) for file in package if name_of(file) in OURS)
     forward = branches(PACKAGE / "hopper" / "forward" / "attend.py", "attend", "loop_over_keys")
     return [
         Count("rooms: folders and files at the top", len(above), 28),
@@ -211,6 +215,7 @@ def counts() -> list[Count]:
         Count("questions of 8 bits", len(asked(package, EIGHT_BITS)), 30),
         Count("functions that keep by a Problem", len(kept()), 2),
         Count(f"generated files over {HEAVIEST // 1000} kB in git", len(generated()), 0, None, tuple(generated())),
+        Count("lines of our masks and scores, device code, too", ours, 900),
         Count("lines of src", lines, 32_200, 24_400),
     ]
 

@@ -9,6 +9,7 @@ from .attention.lists import listed
 from .call.count import Calls, count_calls
 from .merge.api import merge
 from .rotary.api import rotary, rotary_qk
+from .values.by_head import Blocks
 from .values.cached import Cached
 from .values.intervals import Causal, Padding, Prefix, Spans, Window
 from .values.layout import Varlen
@@ -17,7 +18,7 @@ from .values.origin import Origin
 from .values.products import EightBits
 from .values.quantized import Quantized
 from .values.score import Alibi, Bias, Score, SoftCap
-from .values.tables import Blocks, Dense, Documents
+from .values.tables import Dense, Documents
 from .values.value import Unsupported
 from .warm.warm import Warmed, warm
 

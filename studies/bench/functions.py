@@ -112,7 +112,8 @@ class Problem:
 
 def ours(backend: str, options: dict[str, Any]) -> Attend:
     """Return a call of tilewise, whose options may name another back end."""
-    return lambda q, k, v: tw.attention(q, k, v, **{"backend": backend} | options)
+    given: dict[str, Any] = {"backend": backend, **options}
+    return lambda q, k, v: tw.attention(q, k, v, **given)
 
 
 def efficient(bias: Tensor) -> dict[str, Attend]:

@@ -231,4 +231,4 @@ def full_bias(size: Size, draw: torch.Generator) -> Made:
 def swin(size: Size, draw: torch.Generator) -> Made:
     """Make a bias that all windows of 7 x 7 tokens share."""
     made = biased(draw, size.H, size.N, size.N)
-    return made._replace(ours=made.ours | {ONE_TILE: made.ours["Bias"] | {"backend": "triton"}})
+    return made._replace(ours={**made.ours, ONE_TILE: made.ours["Bias"] | {"backend": "triton"}})

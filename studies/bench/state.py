@@ -163,7 +163,7 @@ VALUES = {
 }
 """Device functions of masks and scores that are written by hand: files, and how their names end."""
 RULES = {
-    "mask": ("values/masks.py", "values/intervals.py", "values/tables.py"),
+    "mask": ("values/masks.py", "values/intervals.py", "values/tables.py", "values/by_head.py", "values/listed.py"),
     "score": ("values/score.py",),
 }
 """Files of the masks and scores whose device functions are emitted."""

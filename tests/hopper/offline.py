@@ -39,8 +39,8 @@ CALLS = {
     ),
     128: (
         "full", "causal", "single", "short causal", "varlen", "scored", "bounded", "dropout", "placed dropout",
-        "combined", "ordered", "grouped", "fp16x3", "bf16x6", "biased", "bias added", "wide", "wide varlen", "spans", "scored placed",
-        "prefix placed", "pages of 8", "pages of 16", "pages of 128", "cache, window",
+        "combined", "ordered", "grouped", "fp16x3", "bf16x6", "biased", "bias added", "wide", "wide varlen", "spans",
+        "scored placed", "prefix placed", "pages of 8", "pages of 16", "pages of 128", "cache, window",
         "decode", "decode pages of 16", "decode pages of 128", "decode scored", "functions", "a causal function",
     ),
     256: ("causal", "dropout", "placed dropout", "grouped", "listed", "biased", "bias added", "wide", "pages of 16"),

@@ -27,7 +27,7 @@ from tilewise.host.outputs import empty_grads, empty_saved
 from tilewise.host.values import device_values
 from tilewise.tile.ranges import Variant
 from tilewise.tile.softmax import LOG2E
-from tilewise.values.masks import Listed
+from tilewise.values.listed import Listed
 
 MASKS = (
     tw.Causal(), tw.Window(100, 0), tw.Causal() & tw.Window(1023, 0), tw.Window(100, 20), tw.Window(None, 0),

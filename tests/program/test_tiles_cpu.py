@@ -8,7 +8,7 @@ from program.test_bounds import visible
 import tilewise as tw
 from tilewise.cpu import tiled
 from tilewise.program.bounds import Grid, tiles
-from tilewise.values.masks import MaskOf
+from tilewise.values.of import MaskOf
 
 B, H, H_K, D = masks.B, masks.H, 1, 8
 LENGTHS = (300, 556), (33, 600)

@@ -15,8 +15,8 @@ from ..call.operands import Operands
 from ..call.options import Unmasked, as_mask, spell_out
 from ..call.problem import target_of
 from ..call.recipe import Recipe
-from ..values.masks import Listed, Mask
-from ..values.tables import TileList
+from ..values.listed import Listed, TileList
+from ..values.masks import Mask
 from ..values.value import Unsupported
 from .api import SIGNATURE, with_defaults
 from .explain import problem_on

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..values.tables import TileList
+from ..values.listed import TileList
 from ..values.value import Unsupported
 from .operands import Operands, Saved
 from .problem import Problem, once

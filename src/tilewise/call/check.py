@@ -11,12 +11,12 @@ from torch import Tensor
 
 from ..values.dropout import Dropout
 from ..values.layout import Layout
+from ..values.listed import TileList
 from ..values.masks import Mask
 from ..values.origin import Origin
 from ..values.products import EightBits
 from ..values.quantized import Quantized, unwrap
 from ..values.score import Score
-from ..values.tables import TileList
 from ..values.value import FLOATING_TYPES, OPEN, Value, number_in
 from .backend import ORDER
 from .operands import Operands

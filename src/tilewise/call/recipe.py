@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..values import intervals, masks, score, tables
+from ..values import by_head, intervals, listed, masks, score, tables
 from ..values.cached import Cached
 from ..values.function import MADE, Kinds
 from ..values.layout import PADDED, Layout, Padded, Varlen
@@ -20,7 +20,7 @@ from ..values.value import Value
 
 KINDS = Kinds({
     name: kind
-    for module in (intervals, tables, masks, score)
+    for module in (intervals, tables, by_head, listed, masks, score)
     for name, kind in vars(module).items()
     if isinstance(kind, type) and issubclass(kind, Value) and hasattr(kind, "rule")
     and not issubclass(kind, masks.Several)
@@ -28,8 +28,8 @@ KINDS = Kinds({
 """Every class of mask or score that a recipe can name: those in values/ that have a rule; and functions."""
 
 SAVED = (
-    masks.Full, masks.And, masks.Listed, tables.Blocks, *KINDS.values(), Origin, Varlen, Cached, Quantized, EightBits,
-    Padded,
+    masks.Full, masks.And, listed.Listed, by_head.Blocks, *KINDS.values(), Origin, Varlen, Cached, Quantized,
+    EightBits, Padded,
 )  # fmt: skip
 """What torch.load may find."""
 torch.serialization.add_safe_globals([*SAVED])

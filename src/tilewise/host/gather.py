@@ -152,7 +152,8 @@ def addresses(read: Read, sums: Tensor) -> Sums:
     if read.dims is not None:
         steps |= dict(zip(read.dims, stride[len(stride) - len(read.dims) :], strict=True))
     # any number steps over what there is one of
-    return Sums(sums, None, *(odd(n or 1) for n in (stride[0], steps["b"], steps["h"])), steps["i"], steps["j"])
+    part, b, h = (odd(n or 1) for n in (stride[0], steps["b"], steps["h"]))
+    return Sums(sums, None, part, b, h, steps["i"], steps["j"])
 
 
 def gather_of(p: Problem, extra: Sequence[Tensor], read: Read) -> Gather:
@@ -201,7 +202,7 @@ def launch_of(c: Recompute, read: Read, to: Sums, add: bool, first: int = 0, cou
 
 def add_sums(
     p: Problem, x: Operands, grads: Grads, sums: Sequence[Tensor | None],
-    recompute: Callable[[], Recompute] = never, stream: int | None = None,
+    recompute: Callable[[], Any] = never, stream: int | None = None,
 ) -> None:  # fmt: skip
     """Write the gradients whose launches wrote sums. They are rounded once."""
     totals: dict[int, Tensor] = {}

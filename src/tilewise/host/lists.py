@@ -9,7 +9,7 @@ from torch import Tensor
 from ..call.operands import Operands
 from ..call.problem import Problem
 from ..tile.ranges import TileLists, attention_list_tiles
-from ..values.tables import TileList
+from ..values.listed import TileList
 from .arguments import cdiv, lengths, odd, packed
 from .launch import Launch, current_stream
 from .values import device_values

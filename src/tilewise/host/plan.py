@@ -9,7 +9,7 @@ from typing import Any
 from ..call.backend import Plan, never
 from ..call.operands import Operands
 from ..call.problem import Problem
-from ..values.tables import TileList
+from ..values.listed import TileList
 from .launch import on_device
 from .lists import make_lists
 from .replay import Replay

@@ -13,7 +13,7 @@ from ..program.arithmetic import Bounds
 from ..program.program import Builder, decode, literal, operands
 from ..tile import masks, scores
 from ..tile.rows import Packed
-from ..values.tables import TileList
+from ..values.listed import TileList
 from .arguments import lengths, odd, packed_by
 from .emit import arguments, functions, is_finite, needs_shift
 from .statements import Form
@@ -47,7 +47,7 @@ def _device_values(
     where = packed_by(p, extra)
     parts = tuple([_mask_part(p, part, where) for part in mask if not isinstance(part, TileList)])
     changes = tuple([
-        _score_part(p, change, 1.0 if n else p.scale, own, where, *added.get(n, ())) for n, change in enumerate(score)
+        _score_part(p, change, 1.0 if n else p.scale, own, where, added.get(n)) for n, change in enumerate(score)
     ])  # fmt: skip
     return parts, changes, None if sink is None else sink.contiguous()
 
@@ -64,12 +64,15 @@ def _mask_part(p: Problem, mask: Any, where: Packed | None) -> masks.Part:
 
 
 def _score_part(
-    p: Problem, score: Any, unit: float, own: Any, where: Packed | None, load: int | None = None, *sums: Tensor
+    p: Problem, score: Any, unit: float, own: Any, where: Packed | None, added: tuple[int, Tensor] | None
 ) -> scores.Part:
+    load, sums = added or (None, None)
     traced = score.traced
     form = form_of(p, traced, where, p.past)._replace(steps=getattr(own, "STEPS", False))
     made = functions(traced.program.text, form, getattr(own, "saturated", None), load)
-    return scores.Part(made["fn"], made["grad"], unit, (*captured(p, traced, form, where), *sums))
+    return scores.Part(
+        made["fn"], made["grad"], unit, (*captured(p, traced, form, where), *([] if sums is None else [sums]))
+    )
 
 
 def captured(p: Problem, traced: Aligned, form: Form, where: Packed | None) -> tuple[Any, ...]:
@@ -121,5 +124,7 @@ def with_lse_shift(p: Problem, changes: tuple[Any, ...], lse: Tensor, extra: tup
     """Return the scores of a backward. With a bias, whose logits may be large, add one that subtracts lse."""
     if not p.biased:
         return changes
+    fn: Any = scores.minus_lse_fn
+    grad: Any = scores.minus_lse_grad
     captured = lse, *map(odd, (p.H, *lengths(p))), *(packed_by(p, extra) or ())
-    return (*changes, scores.Part(scores.minus_lse_fn, scores.minus_lse_grad, 1.0, captured))
+    return (*changes, scores.Part(fn, grad, 1.0, captured))

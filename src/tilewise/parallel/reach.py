@@ -12,7 +12,8 @@ from ..program import Aligned, run
 from ..program.bounds import Grid, tiles
 from ..program.shape import shape
 from ..values.intervals import PaddingKeys
-from ..values.masks import Mask, MaskOf
+from ..values.masks import Mask
+from ..values.of import MaskOf
 from ..values.tables import Documents
 from .held import Numbers, held
 from .pieces import Box, Piece, Pieces

@@ -11,7 +11,8 @@ from torch import Tensor
 from ..attention.api import attention, attention_backward
 from ..merge.api import merge
 from ..values.intervals import Causal, Padding, Prefix, Spans, Window
-from ..values.masks import Full, Mask, MaskOf, intersect
+from ..values.masks import Full, Mask, intersect
+from ..values.of import MaskOf
 from ..values.origin import Origin
 from ..values.score import Bias, Score
 from ..values.tables import Dense, Documents

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..program import Entries, apply, pull, zero_sums
-from .score import Score, ScoreOf
+from .of import ScoreOf
+from .score import Score
 
 MANY = 1 << 24
 """Entries of S in all heads from which on a table is quicker: on a GPU, each of its operations is a launch."""

@@ -32,6 +32,33 @@ class Ruled(Value):
     align: Any
     """What the rule's i counts from, "first" or "last" (see program.Aligned)."""
 
+    @classmethod
+    def of(cls, fn: Callable[..., Any] = DECORATE, *captured: Any, align: str = "first") -> Any:
+        """Make a mask of a function fn(b, h, i, j, *captured) that returns a bool, whether query i sees key j; or a
+        score of a function fn(s, b, h, i, j, *captured) that returns the new logit.
+
+        The function is traced at once, by one call with symbolic numbers. It may use Python's operators, the functions
+        of torch in tilewise.program.FUNCTIONS, and captured tensors, of which it indexes every dimension. Python's
+        `if`, `and`, `or` and `not` are refused: write torch.where, &, | and ~. Also a decorator: `@tw.Mask.of`, or
+        `@tw.Mask.of(align="last")`. A plain function as `mask=` or `score=` is traced in each call.
+
+        Args:
+            fn: a function of the logit s, for a score, after the scale and earlier scores, in fp32 (of fp64 inputs in
+                fp64); the batch entry b (with a layout, the sequence), the query head h, the row i, and the key j.
+            captured: tensors, bool, whole or floating, of any shape on q's device, and numbers, for fn's parameters
+                after j. Tensors that fn closes over are captured, too; numbers that it closes over are constants.
+            align: "first": i counts rows from 0. "last": the last row's i is the last key's j, as in Causal.
+
+        Returns:
+            A Mask or a Score. Its `with_(*tensors)` is the same with other captured tensors. New contents of captured
+            tensors count. Floating ones of a score that require a gradient get one, summed in fp32 (fp64).
+
+        Raises:
+            TypeError, ValueError: fn is no such function; the message names it, its line, and the remedy.
+        """
+        kind = MADE[f"{cls.what.capitalize()}Of"]
+        return (lambda made: kind.trace(made, captured, align)) if fn is DECORATE else kind.trace(fn, captured, align)
+
     @property
     def rule_takes(self) -> tuple[Any, ...]:
         """Return what the rule takes after j."""
@@ -92,7 +119,7 @@ class Function(Value):
     needs = frozenset({"functions"})
 
     @classmethod
-    def of(cls: type[V], fn: Callable[..., Any], captured: Sequence[Any], align: str) -> V:
+    def trace(cls: type[V], fn: Callable[..., Any], captured: Sequence[Any], align: str) -> V:
         """Trace a function; raise a TypeError or ValueError for what no program can be."""
         if align not in ALIGNS:
             raise ValueError(

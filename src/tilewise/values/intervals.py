@@ -4,14 +4,13 @@ Padding by bools, whose keys may be several runs, is here beside its siblings; i
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from .function import read
-from .masks import ByHead, Full, Mask
-from .value import ALL, AS_WIDE, INTEGER_TYPES, OPEN, At, Ends, check_type, constant, integer, per_batch
+from .masks import Full, Mask
+from .value import ALL, AS_WIDE, INTEGER_TYPES, OPEN, At, Ends, check_ranks, check_type, constant, integer, per_batch
 
 FAR = OPEN - 1
 """No row is so far from a key. As 2 n + 1, a kernel still takes it in 32 bits."""
@@ -51,11 +50,8 @@ class Window(Mask):
         return tuple([FAR if side is None else min(side, FAR) for side in (self.left, self.right)])
 
     def __post_init__(self) -> None:
-        for name in ("left", "right"):
-            side = getattr(self, name)
-            if side is None:
-                continue
-            side = integer(f"Window: {name}", side, "an int >= 0, or None for an open side")
+        for name in [name for name in ("left", "right") if getattr(self, name) is not None]:
+            side = integer(f"Window: {name}", getattr(self, name), "an int >= 0, or None for an open side")
             if side < 0:
                 raise ValueError(f"Window: {name} must be an int >= 0 or None, got {side}; pass None for an open side")
             object.__setattr__(self, name, constant(side))
@@ -230,11 +226,7 @@ class PaddingKeys(Padding):
 
     def check(self, name: str, tensor: Any) -> None:
         check_type("Padding: keys", tensor, (torch.bool,), "bool")
-        if tensor.ndim != 2:
-            raise ValueError(
-                f"Padding: a bool tensor must have shape (B, N), got {tuple(tensor.shape)}; "
-                "give each batch entry a row of keys"
-            )
+        check_ranks("Padding: a bool tensor", tensor, (2,), "have shape (B, N)", "give each batch entry a row of keys")
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,23 +246,22 @@ class Spans(Mask):
     shapes = ("BM", "BM")
     varlen = False
     align = "first"
+    of_ranks: ClassVar[dict[int, type]] = {}
+    """Other classes, by the number of dimensions of lo."""
 
     @staticmethod
     def rule(b, h, i, j, lo, hi):
         return (lo[b, i] <= j) & (j < hi[b, i])
 
     def __new__(cls, lo: Any = None, hi: Any = None) -> "Spans":
-        return object.__new__(SpansByHead if cls is Spans and getattr(lo, "ndim", 2) == 4 else cls)
+        return object.__new__(cls.of_ranks.get(getattr(lo, "ndim", 2), cls) if cls is Spans else cls)
 
     def __post_init__(self) -> None:
         for name in self.captures:
             tensor = getattr(self, name)
             check_type(f"Spans: {name}", tensor, INTEGER_TYPES, "int32 or int64")
-            if tensor.ndim != len(self.shapes[0]):
-                raise ValueError(
-                    f"Spans: {name} must have shape (B, M) or (B, H, M, K), as lo has, got {tuple(tensor.shape)}; give "
-                    "each row one number, or each row of a head K"
-                )
+            shape, remedy = "have shape (B, M) or (B, H, M, K), as lo has", "give each row a number, or in each head K"
+            check_ranks(f"Spans: {name}", tensor, (len(self.shapes[0]),), shape, remedy)
 
     def arguments(self, problem: Any) -> tuple[Any, ...]:
         return self.lo.contiguous(), self.hi.contiguous(), problem.M, problem.N
@@ -285,47 +276,6 @@ class Spans(Mask):
                 )
 
 
-@dataclass(frozen=True, eq=False)
-class SpansByHead(ByHead, Spans):
-    """Show the rows of each head what is in one of K intervals: Spans of (B, H, M, K)."""
-
-    lo: Tensor
-    hi: Tensor
-    device = ""
-    shapes = ("BHMK", "BHMK")
-
-    @staticmethod
-    def rule(b, h, i, j, lo, hi):
-        seen: Any = False
-        for n in range(lo.shape[-1]):
-            seen = seen | ((read(lo, b, h, i, n) <= j) & (j < read(hi, b, h, i, n)))
-        return seen
-
-    @classmethod
-    def sketch(cls, x: Any) -> Any:
-        dtype, sizes = super().sketch(x)
-        return dtype, (*sizes[:-1], x.shape[-1])
-
-    @classmethod
-    def public_name(cls) -> str:
-        return "Spans"
-
-    @classmethod
-    def whole_shapes(cls, problem: Any, numbers: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-        return [(problem.B, problem.H, problem.M, None)] * 2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.lo.shape[-1] != self.hi.shape[-1]:
-            raise ValueError(
-                f"Spans: lo and hi must have as many intervals, got {tuple(self.lo.shape)} and "
-                f"{tuple(self.hi.shape)}; pad the shorter with lo = hi = 0, which is none"
-            )
-
-    def check_contents(self, M: Any, N: Any) -> None:
-        """Take all numbers."""
-
-
 def _from(ends: Tensor, column: int, N: int) -> Tensor:
     """Return positions in the whole as positions among N keys that begin at `column`."""
     return (ends - column).clamp(0, N)
@@ -334,10 +284,7 @@ def _from(ends: Tensor, column: int, N: int) -> Tensor:
 def _check_lengths(mask: Mask, lengths: Any, what: str = "lengths") -> None:
     name = mask.public_name()
     check_type(f"{name}: {what}", lengths, INTEGER_TYPES, "int32 or int64")
-    if lengths.ndim != 1:
-        raise ValueError(
-            f"{name}: {what} must have shape (B,), got {tuple(lengths.shape)}; give each batch entry one number"
-        )
+    check_ranks(f"{name}: {what}", lengths, (1,), "have shape (B,)", "give each batch entry one number")
 
 
 def _check_range(mask: Mask, lengths: Tensor, N: Any, what: str = "lengths") -> None:

@@ -5,7 +5,6 @@ what kernels take (host/emit.py). `align` says what i counts from: in most masks
 `captures` and `shapes` describe the tensors that it reads.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..program import Aligned, Entries, join, keep, run
-from .function import DECORATE, MADE, Function, Ruled, as_value
-from .value import ALL, OPEN, Ends, per_batch
+from ..program import Aligned, Entries, join, keep
+from .function import MADE, Ruled, as_value
+from .value import ALL, OPEN, Ends
 
 
 class Mask(Ruled):
@@ -44,31 +43,6 @@ class Mask(Ruled):
 
         traced = self.traced
         return traced.align == "last" and hides_later_keys(traced.program.text)
-
-    @staticmethod
-    def of(fn: Callable[..., Any] = DECORATE, *captured: Any, align: str = "first") -> Any:
-        """Make a mask of a function fn(b, h, i, j, *captured) that returns a bool: whether query i sees key j.
-
-        The function is traced at once, by one call with symbolic numbers. It may use Python's operators, the functions
-        of torch in tilewise.program.FUNCTIONS, and captured tensors, of which it indexes every dimension. Python's
-        `if`, `and`, `or` and `not` are refused: write torch.where, &, | and ~. Also a decorator: `@tw.Mask.of`, or
-        `@tw.Mask.of(align="last")`. A plain function as `mask=` is traced in each call.
-
-        Args:
-            fn: a function of the batch entry b (with a layout, the sequence), the query head h, the row i, and the
-                key j.
-            captured: tensors, bool, whole or floating, of any shape on q's device, and numbers, for fn's parameters
-                after j. Tensors that fn closes over are captured, too; numbers that it closes over are constants.
-            align: "first": i counts rows from 0. "last": the last row's i is the last key's j, as in Causal.
-
-        Returns:
-            A Mask. Its `with_(*tensors)` is the same with other captured tensors. New contents of captured tensors
-            count; they get no gradients.
-
-        Raises:
-            TypeError, ValueError: fn is no such function; the message names it, its line, and the remedy.
-        """
-        return (lambda made: MaskOf.of(made, captured, align)) if fn is DECORATE else MaskOf.of(fn, captured, align)
 
     def __and__(self, other: Any) -> "Mask":
         found = mask_of(other)
@@ -130,70 +104,6 @@ class Mask(Ruled):
         return max([size for part in self.parts for size in part.sizes(letter)], default=1)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class MaskOf(Function, Mask):
-    """A mask that is a function, made by `Mask.of`, `|` and `~`."""
-
-    def keys(self, i: Any, b: slice = ALL) -> Ends:
-        """Return the same of a function of class A (see program.shape) with rows from the last key's, else all keys."""
-        found = self.shape.keys
-        if found is None or self.against_cache():
-            return -OPEN, OPEN
-        rows = torch.as_tensor(i)
-        count = len(rows) if rows.ndim else 1
-        entries = torch.arange(b.start or 0, count if b.stop is None else b.stop, device=rows.device)
-        at = {"i": rows, "b": per_batch(entries)}
-        lo, hi = run(found, at, self.given, self.numbers)
-        return lo, hi
-
-    @property
-    def tensors(self) -> tuple[Any, ...]:
-        """Return the captured tensors, which get no gradients."""
-        return tuple([t.detach() if isinstance(t, Tensor) and t.requires_grad else t for t in self.given])
-
-    @property
-    def shape(self) -> Any:
-        """Return the class of the mask and what follows from it (program/shape.py)."""
-        from ..program.shape import shape  # on first use, as above
-
-        return shape(self.text)
-
-    @property
-    def interval(self) -> bool:  # type: ignore[override]
-        return self.shape.name == "A"
-
-
-MADE[MaskOf.__name__] = MaskOf
-
-
-class ByHead(Mask):
-    """A mask of tensors (B or 1, H or 1, ...), which runs where functions run."""
-
-    interval = False
-    varlen = False
-    needs = frozenset({"functions"})
-    align = "first"
-    not_cached = "its rows count from the first, which a cache does not know"
-
-    @classmethod
-    def fits(cls, shape: tuple[int, ...], whole: tuple[Any, ...]) -> bool:
-        batch, heads, *others = whole
-        return (
-            len(shape) == len(whole)
-            and shape[0] in (1, batch)
-            and shape[1] in (1, heads)
-            and all([size is None or size == own for size, own in zip(others, shape[2:], strict=True)])
-        )
-
-    @classmethod
-    def allowed(cls, n: int, whole: tuple[Any, ...]) -> str:
-        batch, heads, *others = ["any" if size is None else size for size in whole]
-        return f"have shape ({batch} or 1, {heads} or 1, {', '.join(map(str, others))})"
-
-    def of_whole(self, N: int) -> Mask:
-        return MaskOf.from_program(self.of_sizes(N, N).traced, self.public_name())
-
-
 class Several(Mask):
     """A mask of several parts, or of none."""
 
@@ -242,25 +152,6 @@ class And(Several):
         return And(tuple([mask.to(device) for mask in self.masks]))
 
 
-@dataclass(frozen=True, eq=False)
-class Listed(Several):
-    """Show what `mask` shows, and carry lists of its tiles. `listed & other` is `mask & other`, whose tiles differ."""
-
-    mask: Mask
-    lists: tuple[Any, ...]
-
-    @property
-    def tile_lists(self) -> tuple[Any, ...]:  # type: ignore[override]
-        return self.lists
-
-    @property
-    def parts(self) -> tuple[Mask, ...]:
-        return self.mask.parts
-
-    def to(self, device: torch.device | str | int) -> "Listed":
-        return Listed(self.mask.to(device), tuple([one.to(device) for one in self.lists]))
-
-
 def mask_of(given: Any) -> Mask | None:
     """Return a mask, or that of a plain function; None for anything else."""
     return as_value(given, Mask, Mask.of)
@@ -270,7 +161,8 @@ def _joined(op: str, *masks: Mask) -> Mask:
     """Return a mask of others, joined by "or"; of one, by "not"."""
     names = " | ".join([mask.public_name() for mask in masks])
     where = names if op == "or" else f"~({names})"
-    return MaskOf.from_program(join(op, [mask.traced for mask in masks]), where)
+    made: Any = MADE["MaskOf"]
+    return made.from_program(join(op, [mask.traced for mask in masks]), where)
 
 
 def intersect(parts: tuple[Mask, ...]) -> Mask:

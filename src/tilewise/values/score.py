@@ -5,7 +5,7 @@ and `pull` maps the gradient of the output back to the input, and adds to those 
 same from the rule (host/emit.py).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..program import Entries, apply, pull
-from .function import DECORATE, MADE, Function, Ruled, as_value, read
-from .value import AS_WIDE, At, check_strided, constant
+from .function import Ruled, as_value, read
+from .value import AS_WIDE, At, check_ranks, check_strided, constant
 
 
 class Score(Ruled):
@@ -24,31 +24,6 @@ class Score(Ruled):
     align = "first"
     positional: ClassVar[bool] = False
     """Whether it depends on where rows and keys are."""
-
-    @staticmethod
-    def of(fn: Callable[..., Any] = DECORATE, *captured: Any, align: str = "first") -> Any:
-        """Make a score of a function fn(s, b, h, i, j, *captured) that returns the new logit.
-
-        The function is traced at once, by one call with symbolic numbers. It may use Python's operators, the functions
-        of torch in tilewise.program.FUNCTIONS, and captured tensors, of which it indexes every dimension. Python's
-        `if`, `and`, `or` and `not` are refused: write torch.where, &, | and ~. Also a decorator: `@tw.Score.of`, or
-        `@tw.Score.of(align="last")`. A plain function as `score=` is traced in each call.
-
-        Args:
-            fn: a function of the logit s, after the scale and earlier scores, in fp32 (of fp64 inputs in fp64); the
-                batch entry b (with a layout, the sequence), the query head h, the row i and the key j.
-            captured: tensors, bool, whole or floating, of any shape on q's device, and numbers, for fn's parameters
-                after j. Tensors that fn closes over are captured, too; numbers that it closes over are constants.
-            align: "first": i counts rows from 0. "last": the last row's i is the last key's j, as in Causal.
-
-        Returns:
-            A Score. Floating captured tensors that require a gradient get one, summed in fp32 (fp64). Its
-            `with_(*tensors)` is the same with other captured tensors; new contents of captured tensors count.
-
-        Raises:
-            TypeError, ValueError: fn is no such function; the message names it, its line, and the remedy.
-        """
-        return (lambda made: ScoreOf.of(made, captured, align)) if fn is DECORATE else ScoreOf.of(fn, captured, align)
 
     def apply(self, S: Tensor, at: Entries) -> Tensor:
         """Return the output logits for S (B, H, rows, columns)."""
@@ -63,32 +38,6 @@ class Score(Ruled):
         program, tensors, numbers, _ = self.traced
         wanted = {n: total for n, total in enumerate(sums) if total is not None}
         return pull(program, dS, S, self.rows(at), wanted, tensors, numbers)
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class ScoreOf(Function, Score):
-    """A score that is a function, made by `Score.of`."""
-
-    learns = True
-
-    @property
-    def positional(self) -> bool:  # type: ignore[override]
-        return not self._reads <= {"s"}
-
-    @property
-    def unbounded(self) -> bool:  # type: ignore[override]
-        from ..program.bounds import far  # on first use, for a quick import of the package
-
-        return far(self.text)
-
-    def limit(self, numbers: tuple[Any, ...]) -> float | None:  # type: ignore[override]
-        from ..program.bounds import limits  # on first use, as above
-
-        found = limits(self.text)
-        return found and max(map(abs, found))
-
-
-MADE[ScoreOf.__name__] = ScoreOf
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,10 +94,7 @@ class Alibi(Score):
 
     def __post_init__(self) -> None:
         _check_floating("Alibi: slopes", self.slopes)
-        if self.slopes.ndim not in (1, 2):
-            raise ValueError(
-                f"Alibi: slopes must have shape (H,) or (B, H), got {tuple(self.slopes.shape)}; give each head one"
-            )
+        check_ranks("Alibi: slopes", self.slopes, (1, 2), "have shape (H,) or (B, H)", "give each head one")
 
     def placed(self, place: Any, M: int, N: int) -> Score:
         offset = constant(place.row - place.column - (N - M))
@@ -186,10 +132,9 @@ class Bias(Score):
 
     def __post_init__(self) -> None:
         _check_floating("Bias: bias", self.bias)
-        if self.bias.ndim > 4:
-            raise ValueError(
-                f"Bias: bias must broadcast to (B, H, M, N), got {self.bias.ndim} dimensions; reshape it to 4 or fewer"
-            )
+        check_ranks(
+            "Bias: bias", self.bias, range(5), "broadcast to (B, H, M, N)", "reshape it to 4 dimensions or fewer"
+        )
 
 
 def _check_floating(name: str, tensor: Tensor) -> None:

@@ -343,6 +343,12 @@ def check_type(name: str, tensor: Any, dtypes: tuple[torch.dtype, ...], allowed:
     check_strided(name, tensor)
 
 
+def check_ranks(name: str, tensor: Tensor, ranks: Sequence[int], shape: str, remedy: str) -> None:
+    """Raise ValueError for a tensor of another number of dimensions; `shape` says what it must have or broadcast to."""
+    if tensor.ndim not in ranks:
+        raise ValueError(f"{name} must {shape}, got {tensor.ndim} dimensions, {tuple(tensor.shape)}; {remedy}")
+
+
 def check_strided(name: str, tensor: Tensor) -> None:
     """Raise ValueError for a tensor without strides, such as a sparse one."""
     if tensor.layout is not torch.strided:

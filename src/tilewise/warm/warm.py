@@ -21,7 +21,7 @@ from ..call.backend import select
 from ..call.check import check_arguments
 from ..call.options import Everything, spell_out
 from ..call.problem import Problem, TensorSpec, target_of
-from ..values.masks import Listed
+from ..values.listed import Listed
 
 Watch = Callable[[int, int, str], Any]
 """A progress callback: it gets the number of kernels done, their total, and the last one's name."""

@@ -4,7 +4,7 @@ A program takes a key head's group in some batch entries, one after the other. A
 needs no rescaling, and the backward no row values of other kernels (Dao et al. 2022, algorithm 4, with T_r = T_c = 1).
 Tensors of scores that learn are summed over the batch entries in registers.
 """
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
 
 from typing import NamedTuple
 
@@ -50,8 +50,7 @@ class Work(NamedTuple):
 def as_product(T, dtype: tl.constexpr):
     """Return T as the sum of a product of zeros. Triton 3.6 else gives the softmax the layout of a bias's loads: 3,535
     instructions a tile of Swin where these are 830."""
-    K: tl.constexpr = 16
-    return tl.dot(tl.zeros([T.shape[0], K], dtype), tl.zeros([K, T.shape[1]], dtype), T)
+    return tl.dot(tl.zeros([T.shape[0], 16], dtype), tl.zeros([16, T.shape[1]], dtype), T)
 
 
 @triton.jit

@@ -137,16 +137,19 @@ def empty_sums(p: Problem, pl: Plan, x: Operands, grads: Grads) -> list[Tensor]:
     return [sums_of(p, read, grads, count) for read, count in zip(_reads(p, x.extra), parts, strict=True)]
 
 
+def learned_of(p: Problem, x: Operands, read: Read, sums: Tensor) -> Learned:
+    """Return what the kernel needs of a tensor that learns."""
+    own_rows, own_columns = map(odd, entries_read(p, read))
+    return Learned(addresses(read, sums), own_rows, own_columns, gather_of(p, x.extra, read))
+
+
 def backward_launches(
     p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, delta: Tensor | None,
     grads: Grads, sums: Sequence[Tensor],
 ) -> Iterator[Launch]:  # fmt: skip
     """Yield the launch."""
     reads = _reads(p, x.extra)
-    learned = tuple([
-        Learned(addresses(read, own), *map(odd, entries_read(p, read)), gather_of(p, x.extra, read))
-        for read, own in zip(reads, sums, strict=True)
-    ])  # fmt: skip
+    learned = tuple([learned_of(p, x, read, own) for read, own in zip(reads, sums, strict=True)])
     arguments = (
         *map(rows, (*x[:3], saved.o)), RowValues(saved.lse, dlse, delta), rows(do), tuple(map(rows, grads[:3])),
         variant_of(p, x, saved.seed), learned, pl.factors, *lengths(p), p.H_k, Work(odd(p.B), odd(pl.parts)),
