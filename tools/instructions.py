@@ -28,12 +28,14 @@ TRITON = {
     "attention_forward": "triton forward", "attention_backward_delta": "triton backward",
     "attention_backward_dkdv": "triton backward", "attention_backward_dq": "triton backward",
     "attention_backward_gather": "gradient of a bias", "attention_list_tiles": "lists of tiles",
-    "attention_backward_renormalize": "renormalization",
+    "attention_backward_renormalize": "renormalization", "attention_forward_single": "triton single",
+    "attention_backward_single": "triton single",
 }  # fmt: skip
 STATE = Path(__file__).parents[1] / "studies" / "bench" / "state.py"
 GROUPS = {"hopper": HOPPER, "triton": TRITON}
 for names in GROUPS.values():
-    names |= {runpy.run_path(str(STATE))["RENAMED"][name]: group for name, group in names.items()}
+    renamed = runpy.run_path(str(STATE))["RENAMED"]
+    names |= {renamed.get(name, name): group for name, group in names.items()}
 """The state that a kernel's function belongs to, under its name of today and that of earlier revisions."""
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", re.MULTILINE)
 
