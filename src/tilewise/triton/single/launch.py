@@ -57,11 +57,10 @@ class Plan(Launched):
 def fits(p: Problem, which: Pass) -> bool:
     """Tell whether the kernels run a pass: there is a row of tiles, and what learns is summed over all batch entries by
     one program, and stored by rows and columns."""
-    if single_tile(p) is None:
-        return False
+    if which is FORWARD or single_tile(p) is None:
+        return single_tile(p) is not None
     own = p.H == p.H_k
-    summed = [r.dims is not None and "b" not in r.by and ("h" not in r.by or own) for r in _reads(p, p.extra)]
-    return which is FORWARD or all(summed)
+    return all([r.dims is not None and "b" not in r.by and ("h" not in r.by or own) for r in _reads(p, p.extra)])
 
 
 def _reads(p: Problem, extra: Any) -> tuple[Read, ...]:
