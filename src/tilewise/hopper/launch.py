@@ -90,8 +90,8 @@ def backward_launches(
     postprocess. The last two each begin while the kernel before ends. Then those for tensors of scores that learn."""
     where, lse, key = packed(p, x), saved.lse, unplanned(saved, do, dlse)
     added = added_of(p, x.extra)
-    own = {added.score: (added.load, sums[reads_of(p, x.extra).index(added)])} if added else {}
-    parts, changes, _ = device_values(p, x.extra, backward_scores, own)  # type: ignore[arg-type]
+    adding = {added.score: (added.load, sums[reads_of(p, x.extra).index(added)])} if added else {}
+    parts, changes, _ = device_values(p, x.extra, backward_scores, adding)  # type: ignore[arg-type]
     lists, listing = tile_lists(p, pl, pl.backward, parts, x, by_key=True)
     changes = changes if scratch.shift is not None else with_lse_shift(p, changes, lse, x.extra)
     variant = Variant(parts, changes, dropout(p, saved.seed), lists)
