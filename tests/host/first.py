@@ -271,6 +271,10 @@ def ones() -> Iterator[dict[str, Any]]:
     names = [name for name in calls(1, 1, 1, 1) if name in BUILT or name.endswith("triton")]
     sizes = [(name, least(name), N) for name in names for N in (least(name), 0)]
     named = [(f"{name}, {N} keys", lambda name=name, M=M, N=N: launches(name, 1, M, N, 1, 1)) for name, M, N in sizes]
+    portable = [(name, least(name), N) for name, _, N in sizes if name.endswith("triton")]
+    named += [
+        (f"{name} of any length", lambda name=name, M=M, N=N: of_any_length(name, M, N)) for name, M, N in portable
+    ]
     for name, given in [*named, *of_caches(), *of_others()]:
         for launch in given():
             kernel = launch.kernel
@@ -281,6 +285,17 @@ def ones() -> Iterator[dict[str, Any]]:
             except Exception as error:
                 row["error"] = str(error)[-400:]
             yield row
+
+
+def of_any_length(name: str, M: int, N: int) -> Any:
+    """Return the launches of a call of one head without those of heads of one tile."""
+    from tilewise.triton.single import launch as single
+
+    fits, single.fits = single.fits, lambda *_: False
+    try:
+        return launches(name, 1, M, N, 1, 1)
+    finally:
+        single.fits = fits
 
 
 def least(name: str) -> int:

@@ -69,11 +69,19 @@ def of_portable(options: dict[str, Any]) -> list[Any]:
     return launches("sm_90", q, k, k, **options, wanted=True)
 
 
+def of_single() -> list[Any]:
+    """The launches of heads whose score matrix is one tile."""
+    q, k = (meta(B, 49, heads, 32, dtype=torch.bfloat16) for heads in (H, H))
+    bias = tw.Bias(meta(49, 49, H, 1, dtype=torch.bfloat16).permute(3, 2, 1, 0))
+    return launches("sm_90", q, k, k, score=bias, backend="triton", wanted=True)
+
+
 def of_hopper(options: dict[str, Any]) -> Iterator[Any]:
     """Hopper's launches: of the same calls and of further kinds, in bf16 and in fp32."""
     half, full = (module(HERE.parent / "hopper" / name) for name in ("offline.py", "offline_fp32_backward.py"))
     ordered, shared = {"mask": tw.Causal(), "deterministic": True}, {"mask": tw.Causal(), "B": 1, "H": 16, "H_k": 1}
-    for given in (*options.values(), ordered, shared):
+    separate = options["listed"] | {"backend": None}  # a kernel of its own for the bias's gradient
+    for given in (*options.values(), ordered, shared, separate):
         yield from half.launches(D, given)
     for given in ({}, {"mask": options["listed"]["mask"]}, options["varlen"]):
         yield from half.launches(D, {**given, "precision": "fp16x3"})
@@ -139,6 +147,7 @@ def main() -> Iterator[dict[str, Any]]:
     use_target("sm_90")
     made = [("experiment", one) for one in of_experiment()]
     made += [("portable", one) for given in calls().values() for one in of_portable(given)]
+    made += [("portable", one) for one in of_single()]
     made += [("merge", one) for one in of_merge()]
     made += [("hopper", one) for one in of_hopper(calls())]
     for backend, one in made:

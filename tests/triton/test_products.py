@@ -45,6 +45,9 @@ ALLOWED = {
         "tile/schedule.py": ("program // per_section * section",),
         "triton/backward.py": ("h_k * G", "H_k * G"),
     },
+    "one of B H matrices or of B batch entries, whose q, k, v and o would fill 2^37 bytes": {
+        "triton/single/kernel.py": ("b * (H_k * G)", "part * each"),
+    },
     "one of all blocks of at least 64 rows, whose sums of dQ would fill 2^42 bytes": {
         "tile/rows.py": ("(b * H + h) * stride", "h * stride"),
         "hopper/backward/gqa_reduce.py": ("(block * 2 + W).to(gl.int64) * (tile.B_C * tile.D)",),
@@ -73,7 +76,7 @@ BOTH = ("backward_renormalize", "backward_gather", "list_tiles")
 KERNELS = {
     "experiment forward",
     "merge attention_merge",
-    *(f"portable attention_{name}" for name in PORTABLE + BOTH),
+    *(f"portable attention_{name}" for name in (*PORTABLE, *BOTH, "forward_single", "backward_single")),
     *(f"hopper attention_{name}" for name in HOPPER + BOTH),
 }
 
