@@ -71,6 +71,10 @@ class Row:
         return Case(**self.case)
 
 
+ONE_TILE = 64
+"""Tokens up to which a call that names the portable back end runs kernels of one tile a head (triton/single)."""
+
+
 def kernels_of(case: Case, implementation: str, pass_: str, known: Iterable[str]) -> set[str]:
     """Return the kernels that a row depends on, among those known where it was measured; none for other libraries."""
     word, *_ = implementation.split(" ")
@@ -87,6 +91,9 @@ def kernels_of(case: Case, implementation: str, pass_: str, known: Iterable[str]
     passes = [name for name in (FORWARD, BACKWARD) if pass_ in (name, BOTH)]
     names = {f"{_run_by(case, name) if implementation == OURS else ours} {kind}{name} D{size}" for name in passes}
     names = {name if name in known else name.replace("hopper", "triton") for name in names}
+    one_tile = case.length <= ONE_TILE and not case.varied.packed and not kind
+    if implementation != OURS and ours == "triton" and one_tile and f"triton single D{size}" in known:
+        names = {f"triton single D{size}"}
     varied = VARIANTS.get(implementation, case.varied)
     values = *case.mask.parts, *varied.mask.parts, *varied.score(case.heads, torch.device("cpu"))
     names |= {f"{value.what} {type(value).__name__.lower()}" for value in values}

@@ -252,8 +252,9 @@ def _rows(source: "Source", table: str, size: int, name: str, chips: tuple[str, 
         parts: tuple[Any, ...] = at if isinstance(at, tuple) else (at,)
         of_size = size in parts or not any(isinstance(part, int) for part in parts)
         of_chip = file != PORTABLE or (parts[0] in chips and parts[1] == (4 if "fp32" in name else 2))
-        if of_size and of_chip and isinstance(row, ast.Call):
-            found.append(f"{parts}: {Text(source, path, row).fields(row, {'func'})}")
+        calls = [call for call in (row.elts if isinstance(row, ast.Tuple) else [row]) if isinstance(call, ast.Call)]
+        if of_size and of_chip and calls:
+            found.append(f"{parts}: {', '.join([Text(source, path, call).fields(call, {'func'}) for call in calls])}")
     return found
 
 

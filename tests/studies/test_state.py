@@ -137,6 +137,8 @@ def test_rows_depend_on_what_they_call():
     for implementation, case, names in (
         ("tilewise", CASE, {"hopper backward D64", "mask causal"}),
         ("tilewise triton", CASE, {"triton backward D64", "mask causal"}),
+        ("tilewise triton", Case(512, 16, 64, 64, "bf16"), {"triton single D64"}),
+        ("tilewise", Case(512, 16, 64, 64, "bf16"), {"triton backward D64"}),
         ("tilewise bf16x6", Case(4, 12, 256, 128, "fp32"), {"hopper fp32 backward D128"}),
         ("tilewise bf16x6", Case(4, 12, 256, 256, "fp32"), {"triton fp32 backward D256"}),
         ("tilewise tf32", Case(4, 12, 256, 64, "fp32"), {"triton fp32 backward D64"}),
