@@ -16,6 +16,7 @@ import torch
 from tilewise import explain
 from tilewise.call.problem import target_of
 from tilewise.cli.info import device_name, versions
+from tilewise.triton.tiles import SHORT
 from tilewise.values.products import EIGHT_BITS
 
 from . import state
@@ -71,7 +72,7 @@ class Row:
         return Case(**self.case)
 
 
-ONE_TILE = 64
+ONE_TILE = max(SHORT)
 """Tokens up to which a call that names the portable back end runs kernels of one tile a head (triton/single)."""
 
 

@@ -126,17 +126,17 @@ def orbits_of(p: Problem, read: Read, tiles: Any) -> Orbited:
 
 def empty_sums(p: Problem, x: Operands, grads: Grads, tiles: Any, added: Read | None = None) -> list[Tensor | None]:
     """Allocate what each read's launch writes: the gradient itself, sums in fp32 of each part, or zeros to add to; None
-    for what `add_sums` launches. `added`: a read that others add to zeros."""
-    return [
-        sums_of(p, read, grads, orbits_of(p, read, tiles).parts)
-        if read.dims is not None and read != added
-        else None if p.recipe.deterministic and read != added
-        else torch.zeros_like(grads.extra[read.tensor], dtype=torch.float32)  # type: ignore[arg-type]
-        for read in reads_of(p, x.extra)
-    ]  # fmt: skip
+    for what `add_sums` launches. `added`: a read to whose zeros another kernel adds."""
+    made: list[Tensor | None] = []
+    for read in reads_of(p, x.extra):
+        if read == added or (read.dims is None and not p.recipe.deterministic):
+            made.append(torch.zeros_like(grads.extra[read.tensor], dtype=torch.float32))  # type: ignore[arg-type]
+        else:
+            made.append(None if read.dims is None else sums_of(read, grads, orbits_of(p, read, tiles).parts))
+    return made
 
 
-def sums_of(p: Problem, read: Read, grads: Grads, parts: int) -> Tensor:
+def sums_of(read: Read, grads: Grads, parts: int) -> Tensor:
     """Allocate what so many parts of a read's work write: the gradient itself where one gives all of it, else sums in
     fp32."""
     grad: Any = grads.extra[read.tensor]

@@ -106,7 +106,7 @@ def _backward(p: Problem) -> Plan:
 
 
 def _tiles(name: str, t: tiles.Tiles) -> str:
-    return f"{name} {t.B_r}x{t.B_c}, {t.warps} warps, {t.stages} stage{'s' * (t.stages > 1)}"
+    return f"{name} {t.B_r}x{t.B_c}, {t.in_words}"
 
 
 def _common(p: Problem) -> list[str]:

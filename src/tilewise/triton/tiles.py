@@ -39,6 +39,11 @@ class Tiles(NamedTuple):
     registers: int | None = None
     """A cap on registers per thread. It is set where one more would prevent a second block on the multiprocessor."""
 
+    @property
+    def in_words(self) -> str:
+        """Say how many warps and stages there are."""
+        return f"{self.warps} warps, {self.stages} stage{'s' * (self.stages > 1)}"
+
     def options(self, **more: int) -> dict[str, int]:
         """Return the options of a kernel's compiler."""
         cap = {} if self.registers is None else {"maxnreg": self.registers}

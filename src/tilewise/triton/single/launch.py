@@ -82,8 +82,8 @@ def pass_plan(p: Problem, which: Pass) -> PassPlan:
     tiles = plan(p).forward if which is FORWARD else plan(p).backward
 
     def describe(p: Problem, pl: Plan) -> list[str]:
-        row = f"one tile of {tiles.B_r}x{tiles.B_c} a head, {tiles.warps} warps, {tiles.stages} stages"
-        return [row.removesuffix("s" * (tiles.stages == 1)), "kernels of one tile a head have not run on a GPU"]
+        row = f"one tile of {tiles.B_r}x{tiles.B_c} a head, {tiles.in_words}"
+        return [row, "kernels of one tile a head have not run on a GPU"]
 
     return plan_of(p, plan(p), forward if which is FORWARD else backward, describe)
 
@@ -133,7 +133,7 @@ def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None,
 def empty_sums(p: Problem, pl: Plan, x: Operands, grads: Grads) -> list[Tensor]:
     """Allocate the sums of each program; those without a head are summed over heads, too."""
     parts = [pl.parts * (1 if "h" in read.by else p.H_k) for read in _reads(p, x.extra)]
-    return [sums_of(p, read, grads, count) for read, count in zip(_reads(p, x.extra), parts, strict=True)]
+    return [sums_of(read, grads, count) for read, count in zip(_reads(p, x.extra), parts, strict=True)]
 
 
 def learned_of(p: Problem, x: Operands, read: Read, sums: Tensor) -> Learned:
