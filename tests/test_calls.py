@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import tilewise as tw
-from tilewise.attention import api, reference
+from tilewise.attention import api, eager, reference
 from tilewise.call import calls as known
+from tilewise.call.backend import COMPILING
 from tilewise.call.problem import Problem
 
 SIZE = (2, 40, 4, 16)
@@ -254,3 +255,24 @@ def test_any_mixture_of_options_is_told_apart(seed):
         for one, other in zip(*((t if isinstance(t, tuple) else (t,)) for t in (first, alone)), strict=True):
             assert torch.equal(one, other)
             assert one.requires_grad == other.requires_grad
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_the_gradients_kernels_are_compiled_beside_a_forward_that_learns(learns, monkeypatch):
+    begun, real = [], eager.planned
+
+    def planned(*of):
+        plan = real(*of)
+
+        def run(*given):
+            if start := COMPILING.get():  # as where a kernel must be compiled
+                start()
+            return plan.run(*given)
+
+        return plan._replace(run=run, ahead=begun.append)
+
+    monkeypatch.setattr(eager, "planned", planned)
+    slopes = torch.ones(4, requires_grad=learns)
+    tw.attention(*operands(gradient=learns), score=tw.Alibi(slopes))
+    assert begun == [(True,)] * learns
+    assert COMPILING.get() is None

@@ -1,4 +1,4 @@
-"""A process's first training step: other sizes compile nothing, and later processes start with what it found."""
+"""A process's first training step: its gradient compiles beside its forward, and other sizes and processes nothing."""
 
 import inspect
 import os
@@ -81,14 +81,16 @@ def test_every_kernel_is_built_for_counts_of_1_and_without_keys():
 def test_a_first_step_compiles_each_kernel_once_and_later_processes_find_them(tmp_path):
     """All of it but the GPU: Triton's loader and launchers meet a driver that does nothing."""
     begun, again = (first("step", "2048", "777", cache=tmp_path) for _ in range(2))
-    for printed, outcome, other in ((begun, "compiled", "found"), (again, "found", "compiled")):
+    for printed in (begun, again):
         steps = [line for line in printed if "length" in line]
         assert [(line["length"], line["part"]) for line in steps] == [(n, p) for n in (2048, 777) for p in PASSES]
-        for line in steps:
-            kernels = PASSES[line["part"]]
-            assert line["launched"] == len(kernels)
-            assert line[outcome] == (kernels if line["length"] == 2048 else []), "another length compiles nothing"
-            assert line[other] == []
+        assert all(line["launched"] == len(PASSES[line["part"]]) for line in steps)
+        assert not [line for line in steps[2:] if line["compiled"] or line["found"]], "another length compiles nothing"
+    every = PASSES["forward"] + PASSES["backward"]
+    assert sorted(begun[2]["compiled"] + begun[3]["compiled"]) == sorted(every), "each once, by whichever thread"
+    assert set(begun[2]["compiled"] + begun[2]["found"]) & set(PASSES["backward"]), "beside the forward"
+    for line in again[2:4]:
+        assert (line["found"], line["compiled"]) == (PASSES[line["part"]], [])
     assert begun[-1]["hashed"]
     assert not again[-1]["hashed"], "Triton's hash of its own 400 MB is kept"
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from ..call.backend import BACKWARD, FORWARD, planned, select
+from ..call.backend import BACKWARD, FORWARD, planned, select, while_compiling
 from ..call.calls import Call, dispatch_modes, keep, plain, problem_of
 from ..call.check import check_contents
 from ..call.count import COUNTING, count_ran
@@ -89,7 +89,11 @@ def run_forward(tensors: Tensors, seed: Tensor | None, call: Call) -> Saved:
         check_contents(problem, x)
     if COUNTING:
         count_ran(select(problem, FORWARD).name)
-    return planned(problem, FORWARD).run(x, seed)
+    plan = planned(problem, FORWARD)
+    if not call.wants:
+        return plan.run(x, seed)
+    with while_compiling(lambda: plan.ahead(tuple([t.requires_grad for t in x.extra]))):
+        return plan.run(x, seed)
 
 
 def learn(key: Any, given: Sequence[Tensor], tensors: Tensors, seed: Tensor | None, call: Call) -> None:

@@ -1,7 +1,9 @@
 """Choice of a back end: the protocol, the ordered registry, and the reasons when one refuses a call."""
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from enum import Enum
 from functools import cache
 from typing import Any, NamedTuple, Protocol
@@ -56,6 +58,22 @@ class Plan(NamedTuple):
     """Takes what `run` took, and returns what repeats its launches by addresses alone, or None (host/repeat.py)."""
     rest: Problem | None = None
     """What the plan leaves: the same call for other sequences, whose plan writes into the same results."""
+    ahead: Callable[[tuple[bool, ...]], Any] = never
+    """Starts to compile the kernels of a forward's gradient. It takes which extras want one."""
+
+
+COMPILING: ContextVar[Callable[[], Any] | None] = ContextVar("compiling", default=None)
+"""What to do once a call's kernel must be compiled, while it compiles."""
+
+
+@contextmanager
+def while_compiling(start: Callable[[], Any]) -> Iterator[None]:
+    """Let the first compilation of what runs in this context call `start` as it begins; without one, it never is."""
+    token = COMPILING.set(start)
+    try:
+        yield
+    finally:
+        COMPILING.reset(token)
 
 
 class Backend(Protocol):
@@ -210,4 +228,4 @@ def planned(problem: Problem, which: Pass) -> Plan:
     def run(x: Operands, seed: Tensor | None) -> Saved:
         return rest.run(x, seed, plan.run(x, seed))
 
-    return Plan(run, plan.describe, plan.lists)
+    return Plan(run, plan.describe, plan.lists, ahead=plan.ahead)

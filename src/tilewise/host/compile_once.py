@@ -7,6 +7,7 @@ than LOCK_TIMEOUT, or where files cannot be locked. Then two may compile the sam
 import os
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from triton import knobs
 from triton.runtime._async_compile import active_mode
 from triton.runtime.cache import get_cache_manager
 
+from ..call.backend import COMPILING
 from ..call.shortcuts import know_triton
 
 try:
@@ -32,6 +34,8 @@ LOCK_TIMEOUT = 120.0
 LOCK_POLL = 0.02
 """Seconds between two attempts to lock."""
 LOAD_GLOBAL = opmap["LOAD_GLOBAL"]
+HASHING = threading.RLock()
+"""Held while functions are hashed: another thread would take one that is half done for hashed."""
 
 Result = TypeVar("Result")
 
@@ -72,6 +76,9 @@ class _LockedCompiler:
         lock = lock_of(key)
         if lock and not knobs.compilation.always_compile and not cached(key, self.name):
             self.held.enter_context(locked(lock))
+            if start := COMPILING.get():
+                COMPILING.set(None)
+                start()
         kernel = compile()
         finalize(kernel)
         return kernel
@@ -98,15 +105,16 @@ def hash_in_order(*values: Any) -> None:
     A caller's hash holds the constants of its callees only if Triton hashed these before. Without an order, a kernel's
     key in Triton's cache depends on what the process compiled earlier, and another process compiles the kernel again.
     """
-    for value in values:
-        if isinstance(value, tuple):
-            hash_in_order(*value)
-        elif getattr(value, "__triton_aggregate__", False):
-            hash_in_order(*value.hash_attrs)
-        elif hasattr(type(value), "cache_key") and value.hash is None:
-            called = (value.__globals__.get(name) for name in _globals_of(value.fn.__code__))
-            hash_in_order(*(other for other in called if other is not value))
-            value.cache_key  # noqa: B018, it computes and keeps it
+    with HASHING:
+        for value in values:
+            if isinstance(value, tuple):
+                hash_in_order(*value)
+            elif getattr(value, "__triton_aggregate__", False):
+                hash_in_order(*value.hash_attrs)
+            elif hasattr(type(value), "cache_key") and value.hash is None:
+                called = (value.__globals__.get(name) for name in _globals_of(value.fn.__code__))
+                hash_in_order(*(other for other in called if other is not value))
+                value.cache_key  # noqa: B018, it computes and keeps it
 
 
 def _globals_of(code: CodeType) -> set[str]:

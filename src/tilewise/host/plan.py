@@ -10,6 +10,7 @@ from ..call.backend import Plan, never
 from ..call.operands import Operands
 from ..call.problem import Problem
 from ..values.listed import TileList
+from .ahead import compile_gradient
 from .launch import on_device
 from .lists import make_lists
 from .replay import Replay
@@ -56,4 +57,8 @@ def plan_of(
             return make_lists(p, pl, x, tiles)
 
     never_ran = [f"{what} have not run on a GPU" for need, what in UNMEASURED.items() if need in p.needs]
-    return Plan(run_on_device, lambda: (*describe(p, pl), *never_ran), lists, partial(repeat, p, pl), rest)
+
+    def said() -> tuple[str, ...]:
+        return (*describe(p, pl), *never_ran)
+
+    return Plan(run_on_device, said, lists, partial(repeat, p, pl), rest, partial(compile_gradient, p))

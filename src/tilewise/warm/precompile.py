@@ -16,17 +16,13 @@ from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
 from triton import knobs
 from triton.runtime._async_compile import active_mode
 
-from ..call.backend import BACKWARD, FORWARD, planned
-from ..call.operands import Operands
-from ..call.problem import TensorSpec
 from ..call.shortcuts import know_triton
+from ..host.ahead import build_launcher, recorded
 from ..host.compile_once import cached, digest, lock_of, locked, writable
-from ..host.launch import RECORDED, Launch
+from ..host.launch import Launch
 from ..values.value import Unsupported
 from .cross_compile import use_target
 from .warm import Call, Kernel
@@ -41,32 +37,9 @@ class Entry(NamedTuple):
 
 
 def launches(call: Call) -> list[Launch]:
-    """Record the launches of a call: run its back end's forward and backward on tensors without memory."""
-    p = call.problem
-    x = Operands(*(meta_tensor(spec) for spec in p[1:4]), tuple(meta_tensor(spec) for spec in p.extra))  # type: ignore
-    seed = torch.empty((), dtype=torch.int64, device="meta") if p.recipe.dropout else None
-    found: list[Launch] = []
-    token = RECORDED.set(found)
-    try:
-        saved = planned(p, FORWARD).run(x, seed)
-        if call.wanted is not None:
-            # with results in fp32, gradients.py passes delta on as a gradient of lse, and gives o in q's type
-            of_lse = (None, saved.lse)[: 1 + call.lse] if p.out_dtype == p.dtype else (saved.lse,)
-            p = p._replace(wanted=call.wanted, recipe=p.recipe.of_gradients())
-            o = torch.empty(saved.o.shape, dtype=p.dtype, device="meta")  # empty_like imports SymPy
-            saved, do = saved._replace(o=o), meta_tensor(TensorSpec.of(o)._replace(aligned=call.aligned))
-            for dlse in of_lse:
-                planned(p, BACKWARD).run(x, saved, do, dlse)
-    finally:
-        RECORDED.reset(token)
-    return found
-
-
-def meta_tensor(spec: TensorSpec) -> Tensor:
-    """Return a meta tensor of this shape, these strides and this alignment."""
-    reach = sum((size - 1) * step for size, step in zip(spec.shape, spec.stride, strict=True))
-    memory = torch.empty(max(0, reach) + 2, dtype=spec.dtype, device="meta")
-    return memory.as_strided(spec.shape, spec.stride, 0 if spec.aligned else 1)
+    """Return the launches of a call's forward, and of its gradient."""
+    forward, gradient = recorded(call.problem, call.wanted, call.lse, call.aligned)
+    return forward + gradient
 
 
 @lru_cache(256)
@@ -112,22 +85,6 @@ def compile_one(call: Call, hash: str) -> float | None:
             return None
         build_launcher(entry.compile())
     return time.perf_counter() - begin
-
-
-def build_launcher(kernel: Any) -> None:
-    """Build a kernel's launcher, if this Triton (such as 3.6) compiles one in C, and a driver is installed to link."""
-    if kernel.metadata.target.backend != "cuda":
-        return
-    from triton.backends.nvidia import driver as nvidia
-
-    if not hasattr(nvidia, "compile_module_from_src"):
-        return
-    try:
-        nvidia.libcuda_dirs()
-    except (AssertionError, OSError):  # no driver
-        return
-    nvidia.CudaUtils()
-    nvidia.CudaLauncher(kernel.src, kernel.metadata)
 
 
 REQUESTS: dict[str, Callable[..., Any]] = {"list_kernels": list_kernels, "compile": compile_one}
