@@ -35,15 +35,15 @@ DTYPES = torch.bfloat16, torch.float32
 CALLS = {
     64: (
         "full", "long causal", "causal", "short", "short causal", "scored", "combined", "fp16x3", "bf16x6",
-        "fp16x3 varlen", "biased", "bias added", "wide", "pages of 16", "decode pages of 16", "functions",
+        "fp16x3 varlen", "biased", "wide", "pages of 16", "decode pages of 16", "functions",
     ),
     128: (
         "full", "causal", "single", "short causal", "varlen", "scored", "bounded", "dropout", "placed dropout",
-        "combined", "ordered", "grouped", "fp16x3", "bf16x6", "biased", "bias added", "wide", "wide varlen", "spans",
+        "combined", "ordered", "grouped", "fp16x3", "bf16x6", "biased", "wide", "wide varlen", "spans",
         "scored placed", "prefix placed", "pages of 8", "pages of 16", "pages of 128", "cache, window",
         "decode", "decode pages of 16", "decode pages of 128", "decode scored", "functions", "a causal function",
     ),
-    256: ("causal", "dropout", "placed dropout", "grouped", "listed", "biased", "bias added", "wide", "pages of 16"),
+    256: ("causal", "dropout", "placed dropout", "grouped", "listed", "biased", "wide", "pages of 16"),
 }  # fmt: skip
 """What is compiled of each head size: every row of the tables, and every kind of kernel once."""
 
@@ -96,8 +96,7 @@ def calls() -> dict[str, dict[str, Any]]:
         "prefix placed": {"mask": tw.Prefix(ints), "origin": placed},
         "functions": {"mask": tw.Mask.of(sinks_and_window), "score": tw.Score.of(by_distance, table).to("meta")},
         "a causal function": {"mask": tw.Mask.of(lambda b, h, i, j: j <= i, align="last")},
-        "biased": causal | bias | {"backend": None},
-        "bias added": causal | bias,
+        "biased": causal | bias,
         "scored": causal | {"score": tw.Alibi(numbers)},
         "bounded": causal | {"score": tw.SoftCap(50.0)},
         "dropout": causal | {"dropout": 0.1},
@@ -137,7 +136,7 @@ def launches(D: int, options: dict[str, Any]) -> list[Any]:
     narrow = saved._replace(o=do)  # a backward reads o in q's type
     backward = launch.backward_launches(
         p, pl, x, narrow, do, torch.empty_like(lse), scratch, grads, counter,
-        empty_sums(p, x, grads, BIAS[pl.backward_tile.D], launch.added_of(p, x.extra)),
+        empty_sums(p, x, grads, BIAS[pl.backward_tile.D]),
     )  # fmt: skip
     return [*launch.forward_launches(p, pl, x, saved, counter), *backward]
 

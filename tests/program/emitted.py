@@ -54,13 +54,11 @@ def mask_part(traced: Traced, form: Form, place: tuple[Any, ...] = ()) -> MaskPa
 
 
 def score_part(
-    traced: Traced, form: Form, place: tuple[Any, ...] = (), unit: float = 1.0, saturated: Any = None,
-    load: int | None = None, *sums: Tensor,
-) -> ScorePart:  # fmt: skip
-    """A score; its gradient adds what the tensor of a node gets to sums, if they are given."""
+    traced: Traced, form: Form, place: tuple[Any, ...] = (), unit: float = 1.0, saturated: Any = None
+) -> ScorePart:
     text = traced.program.text
-    made = functions(text, form, saturated, load)
-    return ScorePart(made["fn"], made["grad"], unit, (*arguments(text, traced.tensors, traced.numbers, place), *sums))
+    made = functions(text, form, saturated)
+    return ScorePart(made["fn"], made["grad"], unit, arguments(text, traced.tensors, traced.numbers, place))
 
 
 def seen(part: MaskPart, B: int, H: int, M: int, N: int) -> Tensor:

@@ -75,30 +75,6 @@ def score_of(fn, *captured, form=FIRST, place=(N - M,), **options):
     return zip(got, of_torch(found, S, dS), strict=True)
 
 
-@pytest.mark.parametrize("of_hopper", [None, saturated])
-@pytest.mark.parametrize(
-    ("fn", "shape"),
-    [
-        (lambda s, b, h, i, j, t: s + t[h, i, j], (H, M, N)),
-        (lambda s, b, h, i, j, t: s * t[b, 0, i, j] + t[b, 0, i, j], (B, 1, M, N)),
-        (lambda s, b, h, i, j, t: 3.0 * torch.tanh(s + t[i, j]), (M, N)),
-        (lambda s, b, h, i, j, t: s + 0.5 * t[h, i + 2, j], (H, M + 2, N + 7)),
-    ],
-)
-def test_a_gradient_adds_what_a_tensor_gets(fn, shape, of_hopper):
-    """Tiles stick out, and what lies outside adds nothing."""
-    found, (S, dS) = trace(fn, "score", (torch.randn(shape),)), logits()
-    (load, *_) = found.program.loads
-    sums = torch.zeros(shape)
-    form = FIRST._replace(steps=True) if of_hopper else FIRST
-    got = scored(score_part(found, form, (N - M,), 1.0, of_hopper, load, sums), S, dS)
-    for x, want in zip(got, of_torch(found, S, dS), strict=True):
-        assert_close(x, want)
-    into = {0: torch.zeros(shape, dtype=torch.float64)}
-    pull(found.program, dS.double(), S.double(), AT, into, [found.tensors[0].double()], found.numbers)
-    assert_close(sums, into[0])
-
-
 def mask_of(fn, *captured, form=FIRST, place=(N - M,)):
     """What an emitted mask shows."""
     return seen(mask_part(trace(fn, "mask", captured), form, place), B, H, M, N)

@@ -58,16 +58,20 @@ class Hopper:
         return [*holding(against), *why, *p.origin.against()]
 
     def slower(self, problem: Problem, which: Pass) -> bool:
-        """Tell whether the portable kernels are faster: their backward up to SINGLE tokens and their forward at head
-        size 128 up to SHORTEST, for plain 16-bit calls (suite `short`); or their forward where it splits keys."""
+        """Tell whether the portable kernels are faster: with scores up to SINGLE tokens; for plain 16-bit calls (suite
+        `short`) their backward up to SINGLE and their forward at head size 128 up to SHORTEST; or their forward where
+        it splits keys."""
         p, recipe = problem, problem.recipe
         if which is FORWARD and split_keys.splits(p):
             return split_keys.slower(p)
         if which is FORWARD and p.splits_keys and _leaves_idle(p):
             return True
-        plain = p.dtype != torch.float32 and p.layout.uniform and not (recipe.score or recipe.dropout or p.listed)
-        sizes, most = ((128,), SHORTEST) if which is FORWARD else ((64, 128), SINGLE)
-        return plain and padded(p) in sizes and max(p.M, p.N) <= most
+        if p.dtype == torch.float32 or not p.layout.uniform or max(p.M, p.N) > SINGLE or padded(p) > 128:
+            return False
+        plain = not (recipe.score or recipe.dropout or p.listed)
+        if which is FORWARD and plain:
+            return padded(p) == 128 and max(p.M, p.N) <= SHORTEST
+        return plain or bool(recipe.score)
 
     def plan(self, problem: Problem, which: Pass) -> Plan:
         """Return how the kernels run a pass: of fp32, with split keys, or of 16 bits."""

@@ -26,7 +26,7 @@ from ..host.arguments import (
     with_contiguous_lse,
 )
 from ..host.bias import Recompute, renormalize_launch
-from ..host.gather import Read, add_sums, empty_sums, gather_launches, reads_of
+from ..host.gather import add_sums, empty_sums, gather_launches
 from ..host.launch import Launch, current_stream
 from ..host.lists import tile_lists
 from ..host.outputs import empty, empty_grads, empty_saved, size, sizes
@@ -89,11 +89,8 @@ def backward_launches(
     """Return the launches of the backward: lists of tiles or the order of dQ's sums, preprocess, the main kernel, and
     postprocess. The last two each begin while the kernel before ends. Then those for tensors of scores that learn."""
     where, lse, key = packed(p, x), saved.lse, unplanned(saved, do, dlse)
-    added = added_of(p, x.extra)
-    adding = {added.score: (added.load, sums[reads_of(p, x.extra).index(added)])} if added else {}
-    parts, changes, _ = device_values(p, x.extra, backward_scores, adding)  # type: ignore[arg-type]
+    parts, changes, _ = device_values(p, x.extra, backward_scores)
     lists, listing = tile_lists(p, pl, pl.backward, parts, x, by_key=True)
-    changes = changes if scratch.shift is not None else with_lse_shift(p, changes, lse, x.extra)
     variant = Variant(parts, changes, dropout(p, saved.seed), lists)
     if p.recipe.deterministic:
         listing = [order_launch(p, pl, pl.backward_tile, scratch, where, variant)]
@@ -104,8 +101,7 @@ def backward_launches(
     if p.biased or sums:
         shared = recompute(p, pl, x, saved, do, dlse, scratch)
         renormalize = [renormalize_launch(shared)] if p.biased else []
-        others = [None if read == added else own for read, own in zip(reads_of(p, x.extra), sums, strict=True)]
-        gathers = [*gather_launches(shared, others)] if sums else []
+        gathers = [*gather_launches(shared, sums)] if sums else []
     return [*listing, before, *renormalize, main, after, *gathers]
 
 
@@ -182,21 +178,6 @@ def recompute(
     )  # fmt: skip
 
 
-def by_name(p: Problem) -> bool:
-    """Tell whether a call names these kernels. Then the backward's main kernel shifts logits with a bias from shared
-    memory, and adds the bias's gradient: no GPU has run either so far."""
-    return p.recipe.backend == "hopper"
-
-
-def added_of(p: Problem, extra: Sequence[Tensor]) -> Read | None:
-    """Return the read whose gradient the main kernel adds to memory: one entry for each row and column. Others are
-    summed by other kernels (host/gather.py), and all are where bits repeat."""
-    if not any(p.wanted) or not by_name(p) or p.recipe.deterministic or padded(p) > 128:
-        return None
-    able = [read for read in reads_of(p, extra) if read.dims and {"i", "j"} <= {*read.dims}]
-    return next((read for read in able if extra[read.tensor].numel() < 2**31), None)
-
-
 def empty_scratch(p: Problem, tile: Any, ready: int, device: torch.device) -> Scratch:
     """Allocate scratch without writing it, except semaphores: these hold -1, no tile."""
     logs, delta, dq, zeroed, done = [each and empty(each, device) for each in scratch_sizes(p, tile.B_R, ready)]
@@ -204,7 +185,7 @@ def empty_scratch(p: Problem, tile: Any, ready: int, device: torch.device) -> Sc
     if p.recipe.deterministic:
         semaphore = torch.full((query_blocks(p, tile.B_R),), -1, dtype=torch.int32, device=device)
     shift = None
-    if by_name(p) and p.biased:
+    if p.biased:
         logs, shift = torch.empty(2, *logs.shape, device=device)
     return Scratch(logs, delta, dq, semaphore, zeroed, sums, done, shift)
 
@@ -269,8 +250,7 @@ def describe_backward(p: Problem, pl: Plan) -> list[str]:
     """Describe the tiles of the backward."""
     row = pl.backward
     tiles = f"backward {row.B_r}x{row.B_c}, split by {'gradient' if row.split_dkdv else 'keys'}"
-    unseen = ["what it does for a bias has not run on a GPU"] * (by_name(p) and p.biased)
-    return [tiles, *unseen, source_of_rows(p.q.device)]
+    return [tiles, source_of_rows(p.q.device)]
 
 
 def repeated_backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor) -> Backward | None:
@@ -294,7 +274,7 @@ def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None,
     grads, scratch = empty_grads(p, x), empty_scratch(p, pl.backward_tile, pl.ready, x.q.device)
     stream = current_stream(x.q.device)
     zeros = counter(x.q.device, stream)
-    sums = empty_sums(p, x, grads, BIAS[pl.backward_tile.D], added_of(p, x.extra)) if any(p.wanted) else []
+    sums = empty_sums(p, x, grads, BIAS[pl.backward_tile.D]) if any(p.wanted) else []
     tensors = [*x[:3], *x.extra, *saved[:3], do, dlse, *each(scratch), *grads[:3], *grads.extra, zeros, *sums]
     replay = pl.replays[unplanned(saved, do, dlse)]
     replay(stream, tensors, lambda: backward_launches(p, pl, x, saved, do, dlse, scratch, grads, zeros, sums))

@@ -8,8 +8,6 @@
     value(dS, S, T, unit, at, *captured)    what a tensor gets where a score reads it, as those of tile/gather.py
     offset(at, *captured)                   where that lies in a contiguous tensor of its sizes, and whether it does
 
-Where a score's `grad` is to add what a tensor gets to memory itself, both of its functions take `sums`, too.
-
 statements.py writes what is between their first and last lines, with the functions of tile/arithmetic.py. `arguments`
 returns what they captured. Reads outside a captured tensor give 0; b and h are not compared with its sizes. Whole
 numbers have 32 bits unless literals, 64-bit tensors or `Form.wide` need more; floating ones are fp32.
@@ -39,18 +37,16 @@ OPEN = 1 << 30
 OF_TILES = frozenset(("s", "g", OUTPUT))
 """Inputs with all dimensions of a tile."""
 
-ADD = "tl.atomic_add("
 MADE = "keep", "keys", "queries", "fn", "grad", "value", "offset"
 
 
-def functions(text: str, form: Form | None = None, saturated: Any = None, load: int | None = None) -> dict[str, Any]:
+def functions(text: str, form: Form | None = None, saturated: Any = None) -> dict[str, Any]:
     """Return a program's device functions by name: "keep" of a mask, of class A "keys" and "queries", too; "fn" and
     "grad" of a score.
 
     saturated: hopper/parts/scores.py's, for forms of its own on Hopper.
-    load: a node of a score that reads a tensor; "grad" adds what the tensor gets to `sums`, in its order.
     """
-    return compiled(source(text, form or Form(), saturated is not None, load), saturated)
+    return compiled(source(text, form or Form(), saturated is not None), saturated)
 
 
 @lru_cache(1024)
@@ -140,7 +136,7 @@ def of_rows(program: Program) -> frozenset[tuple[int, int]]:
 
 
 @lru_cache(1024)
-def source(text: str, form: Form, hopper: bool = False, load: int | None = None) -> str:
+def source(text: str, form: Form, hopper: bool = False) -> str:
     """Return the source of a program's device functions."""
     program = decode(text)
     form = _widened(program, form)
@@ -151,15 +147,12 @@ def source(text: str, form: Form, hopper: bool = False, load: int | None = None)
             made.append(("keys", ["b", "i"], _range_lines(keys, form, "i")))
             made.append(("queries", ["b", "j"], _range_lines(queries, form, "j")))
     else:
-        if load is None:
-            grad = _score_lines((by_output(text) if hopper else None) or derivative(text), form, hopper, "dS")
-        else:
-            grad = _adding_lines(program, load, form, hopper)
+        derived = (by_output(text) if hopper else None) or derivative(text)
         made = [
             ("fn", ["S", "unit", "at"], _score_lines(program, form, hopper, "S")),
-            ("grad", ["dS", "S", "T", "unit", "at"], grad),
+            ("grad", ["dS", "S", "T", "unit", "at"], _score_lines(derived, form, hopper, "dS")),
         ]
-    return _functions(program, form, made, ["sums"] * (load is not None))
+    return _functions(program, form, made)
 
 
 def gather_functions(text: str, load: int, form: Form) -> dict[str, Any]:
@@ -203,12 +196,9 @@ def _captured(program: Program, form: Form) -> list[str]:
     return captured + [form.end] * bool(form.end)
 
 
-def _functions(
-    program: Program, form: Form, made: Sequence[tuple[str, list[str], list[str]]], more: Sequence[str] = ()
-) -> str:
-    """Return the source of functions, given by name, parameters before what the program captured, and lines. `more`
-    are parameters after that."""
-    captured = [*_captured(program, form), *more]
+def _functions(program: Program, form: Form, made: Sequence[tuple[str, list[str], list[str]]]) -> str:
+    """Return the source of functions, given by name, parameters before what the program captured, and lines."""
+    captured = _captured(program, form)
     _, of_tensors = _taken(program.text)
     axes = [(t, axis) for t, rows in of_tensors for axis, of_row in enumerate(rows) if not of_row]
     sizes = [f"t{t}_size{axis} = t{t}_size{axis} >> 1" for t, axis in axes]
@@ -220,7 +210,7 @@ def _function(name: str, parameters: list[str], lines: list[str]) -> str:
     found: list[str] = []
     read: set[str] = set()
     for line in reversed(lines):
-        if line.startswith(("return ", ADD)) or line.partition(" = ")[0] in read:
+        if line.startswith("return ") or line.partition(" = ")[0] in read:
             found.append(f"    {line}\n")
             read.update(re.findall(r"\w+", line))
     return f"@triton.jit\ndef {name}({', '.join(parameters)}):\n{''.join(reversed(found))}"
@@ -264,33 +254,14 @@ def _inputs(program: Program, form: Form, **names: str) -> dict[str, str]:
 def _score_lines(program: Program, form: Form, hopper: bool, given: str) -> list[str]:
     """Return the lines of a function of a tile `given`: S or dS."""
     writer, lines = _at_tile(program, form, hopper)
-    return [*lines, f"return {_output(program, program.outputs[0], writer, form, given)}"]
-
-
-def _output(program: Program, out: int, writer: Statements, form: Form, given: str) -> str:
-    """Return an output of a score in a tile's shape and layout, which costs nothing; 0 past the last row."""
+    out = program.outputs[0]
     found = writer.names[out]
-    if form.end:
+    if form.end:  # 0 past the last row
         end = "N >> 1" if form.end == "N" else _of_sequence(form.end, "at.b")
         found = f"tl.where(at.i0 + at.i < {end}, {found}, 0.0)"
-    return found if program.reads[out] & OF_TILES else f"tl.where({given} == {given}, {found}, {found})"
-
-
-def _adding_lines(program: Program, load: int, form: Form, hopper: bool) -> list[str]:
-    """Return the lines of a gradient that adds what the tensor of a node gets, where the node reads it."""
-    t, *index = program.nodes[load][1], *operands(program.nodes[load])
-    derived, place = derivative(program.text, (t,)), gathers(program, (t,)).index(load)
-    build = Builder()  # equal nodes of the two have one number
-    at, of_derived = build.copy(program), build.copy(derived)
-    outputs = [of_derived[derived.outputs[n]] for n in (0, 1 + place)]
-    both = build.done([*outputs, *[at[x] for x in index]])
-    writer, lines = _at_tile(both, form, hopper)
-    before = len(writer.lines)
-    dS, entry = (_output(both, out, writer, form, "dS") for out in both.outputs[:2])
-    offset, inside = _offset(writer, t, both.outputs[2:], "int32")
-    # a mask would be a branch for each entry
-    add = f"{ADD}sums + tl.where(own, {offset}, 0), tl.where(own, {entry}, 0.0), sem='relaxed')"
-    return [*lines, *writer.lines[before:], f"own = {inside}", add, f"return {dS}"]
+    if not program.reads[out] & OF_TILES:  # in the tile's shape and layout, which costs nothing
+        found = f"tl.where({given} == {given}, {found}, {found})"
+    return [*lines, f"return {found}"]
 
 
 def _at_tile(program: Program, form: Form, hopper: bool = False) -> tuple[Statements, list[str]]:
@@ -305,17 +276,12 @@ def _offset_lines(program: Program, t: int, form: Form) -> list[str]:
     """Return the lines of a function of where a tensor's entries lie, whose outputs are the indices into it."""
     writer, lines = _at_tile(program, form)
     before = len(writer.lines)
-    offset, inside = _offset(writer, t, program.outputs, "int64")
-    return [*lines, *writer.lines[before:], f"return {offset}, {inside}"]
-
-
-def _offset(writer: Statements, t: int, index: Sequence[int], dtype: str) -> tuple[str, str]:
-    """Write where entries lie in a contiguous tensor by its indices; return that and whether they do."""
-    found = [writer.index(f"y{axis}", t, axis, x) for axis, x in enumerate(index)]
+    found = [writer.index(f"y{axis}", t, axis, x) for axis, x in enumerate(program.outputs)]
     offset = "0"
     for axis, (at, _) in enumerate(found):
-        offset = f"({offset}) * t{t}_size{axis} + tl.cast({at}, tl.{dtype})" if axis else f"tl.cast({at}, tl.{dtype})"
-    return offset, " & ".join([check for _, check in found if check] or ["(at.b >= 0)"])
+        offset = f"({offset}) * t{t}_size{axis} + tl.cast({at}, tl.int64)" if axis else f"tl.cast({at}, tl.int64)"
+    checks = [check for _, check in found if check] or ["(at.b >= 0)"]
+    return [*lines, *writer.lines[before:], f"return {offset}, {' & '.join(checks)}"]
 
 
 def _index(name: str, form: Form) -> str:

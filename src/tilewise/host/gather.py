@@ -124,12 +124,12 @@ def orbits_of(p: Problem, read: Read, tiles: Any) -> Orbited:
     return Orbited(batch, heads, orbits, min(wanted, steps))
 
 
-def empty_sums(p: Problem, x: Operands, grads: Grads, tiles: Any, added: Read | None = None) -> list[Tensor | None]:
+def empty_sums(p: Problem, x: Operands, grads: Grads, tiles: Any) -> list[Tensor | None]:
     """Allocate what each read's launch writes: the gradient itself, sums in fp32 of each part, or zeros to add to; None
-    for what `add_sums` launches. `added`: a read to whose zeros another kernel adds."""
+    for what `add_sums` launches."""
     made: list[Tensor | None] = []
     for read in reads_of(p, x.extra):
-        if read == added or (read.dims is None and not p.recipe.deterministic):
+        if read.dims is None and not p.recipe.deterministic:
             made.append(torch.zeros_like(grads.extra[read.tensor], dtype=torch.float32))  # type: ignore[arg-type]
         else:
             made.append(None if read.dims is None else sums_of(read, grads, orbits_of(p, read, tiles).parts))

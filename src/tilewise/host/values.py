@@ -1,8 +1,6 @@
 """Masks and scores as kernel arguments: their device functions, and what these captured."""
 
-from collections.abc import Mapping
 from functools import lru_cache
-from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -18,37 +16,29 @@ from .arguments import lengths, odd, packed_by
 from .emit import arguments, functions, is_finite, needs_shift
 from .statements import Form
 
-NONE: Mapping[int, tuple[int, Tensor]] = MappingProxyType({})
 MOST = 2**31
 STICKS_OUT = 256
 """The most rows or keys of a tile that lie outside."""
 
 
-def device_values(
-    p: Problem, extra: tuple[Tensor, ...], own: Any = None, added: Mapping[int, tuple[int, Tensor]] = NONE
-) -> tuple[Any, Any, Tensor | None]:
+def device_values(p: Problem, extra: tuple[Tensor, ...], own: Any = None) -> tuple[Any, Any, Tensor | None]:
     """Return the mask's parts and the scores as kernel arguments, and the sink; once if they hold no tensor.
 
     `own` is a back end's module of functions for scores: `saturated`, and what else emit.py and statements.py name.
-    added: by the place of a score, the node of a tensor that learns and the sums to which its `grad` adds.
     """
-    return _device_values(p, extra, own, added) if extra else _plain_values(p, own)
+    return _device_values(p, extra, own) if extra else _plain_values(p, own)
 
 
 @once
 def _plain_values(p: Problem, own: Any) -> tuple[Any, Any, None]:
-    return _device_values(p, (), own, NONE)
+    return _device_values(p, (), own)
 
 
-def _device_values(
-    p: Problem, extra: tuple[Tensor, ...], own: Any, added: Mapping[int, tuple[int, Tensor]]
-) -> tuple[Any, Any, Any]:
+def _device_values(p: Problem, extra: tuple[Tensor, ...], own: Any) -> tuple[Any, Any, Any]:
     mask, score, sink = p.values(extra)
     where = packed_by(p, extra)
     parts = tuple([_mask_part(p, part, where) for part in mask if not isinstance(part, TileList)])
-    changes = tuple([
-        _score_part(p, change, 1.0 if n else p.scale, own, where, added.get(n)) for n, change in enumerate(score)
-    ])  # fmt: skip
+    changes = tuple([_score_part(p, change, 1.0 if n else p.scale, own, where) for n, change in enumerate(score)])
     return parts, changes, None if sink is None else sink.contiguous()
 
 
@@ -63,16 +53,11 @@ def _mask_part(p: Problem, mask: Any, where: Packed | None) -> masks.Part:
     return masks.Part(made["keep"], keys, queries, captured(p, traced, form, where))
 
 
-def _score_part(
-    p: Problem, score: Any, unit: float, own: Any, where: Packed | None, added: tuple[int, Tensor] | None
-) -> scores.Part:
-    load, sums = added or (None, None)
+def _score_part(p: Problem, score: Any, unit: float, own: Any, where: Packed | None) -> scores.Part:
     traced = score.traced
     form = form_of(p, traced, where, p.past)._replace(steps=getattr(own, "STEPS", False))
-    made = functions(traced.program.text, form, getattr(own, "saturated", None), load)
-    return scores.Part(
-        made["fn"], made["grad"], unit, (*captured(p, traced, form, where), *([] if sums is None else [sums]))
-    )
+    made = functions(traced.program.text, form, getattr(own, "saturated", None))
+    return scores.Part(made["fn"], made["grad"], unit, captured(p, traced, form, where))
 
 
 def captured(p: Problem, traced: Aligned, form: Form, where: Packed | None) -> tuple[Any, ...]:

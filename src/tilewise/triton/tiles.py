@@ -200,7 +200,7 @@ SINGLE: dict[tuple[str | int, ...], tuple[Tiles, Tiles]] = {
     ("interpreter", 2, 128, 32): (Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)),
     ("interpreter", 4, 128, 32): (Tiles(32, 32, 4, 1), Tiles(32, 32, 4, 1)),
 }
-"""Rows of forward and backward of heads whose score matrix is one tile, by head size and tokens. None is measured."""
+"""Rows of forward and backward of heads whose score matrix is one tile, by head size and tokens."""
 
 DECODE: Table = {
     ("hopper", 2, 128, 16): Tiles(16, 64, 4, 7),
@@ -372,10 +372,9 @@ def bias_tiles(p: Problem, dq: Tiles) -> Tiles:
 
 
 def single_tile(p: Problem) -> tuple[Tiles, Tiles] | None:
-    """Return the tiles of forward and backward that hold a whole head, or None where there are none. They are for the
-    back end's name alone until a GPU has run them."""
+    """Return the tiles of forward and backward that hold a whole head, or None where there are none."""
     inexact = any(p.products.code_types) or precision(p) == "ieee"
-    if p.recipe.backend != "triton" or not p.layout.uniform or inexact or 0 in (p.B, p.M, p.N):
+    if not p.layout.uniform or inexact or 0 in (p.B, p.M, p.N):
         return None
     for size, tokens, kind in product((32, 64, 128), SHORT, chips(p.target)):
         row = kind, p.dtype.itemsize, size, tokens

@@ -82,8 +82,7 @@ def pass_plan(p: Problem, which: Pass) -> PassPlan:
     tiles = plan(p).forward if which is FORWARD else plan(p).backward
 
     def describe(p: Problem, pl: Plan) -> list[str]:
-        row = f"one tile of {tiles.B_r}x{tiles.B_c} a head, {tiles.in_words}"
-        return [row, "kernels of one tile a head have not run on a GPU"]
+        return [f"one tile of {tiles.B_r}x{tiles.B_c} a head, {tiles.in_words}"]
 
     return plan_of(p, plan(p), forward if which is FORWARD else backward, describe)
 
