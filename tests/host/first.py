@@ -50,6 +50,8 @@ BUILT = (
     "int8", "fp8", "bf16x6", "fp16x3",
 )  # fmt: skip
 """Calls of Hopper's kernels that are built for counts of 1, besides all of the portable ones."""
+PAGE = 16
+"""Rows of a page of a cache."""
 ALL = ("full 128", "causal 128")
 """Calls that are counted in every batch and ratio; the others take turns, size by size."""
 
@@ -201,8 +203,13 @@ def calls(B: int, M: int, N: int, H: int) -> dict[str, dict[str, Any]]:
         "fp8": {**causal, "precision": "fp8"},
         "bf16x6": {**causal, "dtype": torch.float32, "precision": "bf16x6"},
         "fp16x3": {**causal, "dtype": torch.float32, "precision": "fp16x3"},
+        "decode": {"layout": tw.Cached(lengths)},
+        "decode pages": {"layout": tw.Cached(lengths, of(B, -(-N // PAGE), dtype=torch.int32))},
     }
-    portable = ("full 128", "causal 64", "window", "varlen", "bias", "documents", "dropout", "int8", "fp8", "bf16x6")
+    portable = (
+        "full 128", "causal 64", "window", "varlen", "bias", "documents", "dropout", "int8", "fp8", "bf16x6", "decode",
+        "decode pages",
+    )  # fmt: skip
     found = {name: {"D": 64, "dtype": bf16, "backend": "hopper", **given} for name, given in hopper.items()}
     return found | {f"{name} triton": found[name] | {"backend": "triton"} for name in portable}
 
@@ -221,7 +228,7 @@ def count() -> Iterator[dict[str, Any]]:
             """Note a kernel that no call before has asked for."""
             submitted.append(key)
 
-    names = calls(1, 2, 2, 1)
+    names = [*calls(1, 2, 2, 1), "append", "append pages"]
     token = active_mode.set(Recorder())  # type: ignore[arg-type]
     for name in names:
         turns = zip(SIZES, cycle(BATCHES), cycle(RATIOS[:3] + RATIOS[1:] + RATIOS[::-1]), strict=False)
@@ -244,22 +251,46 @@ def count() -> Iterator[dict[str, Any]]:
 
 
 def launches(name: str, B: int, M: int, N: int, H: int, H_k: int) -> Any:
-    """Return the launches of a call and of its gradient."""
+    """Return the launches of a call and of its gradient; with a cache those of one query a sequence, or of what
+    appends to it."""
     import torch
 
+    from tilewise.values.cached import Cached
     from tilewise.values.value import Unsupported
     from tilewise.warm.precompile import launches as recorded
     from tilewise.warm.warm import Call
 
+    if name.startswith("append"):
+        return appending(name, B, M, N, H_k)
     options = calls(B, M, N, H)[name]
     dtype, D, wanted = options.pop("dtype"), options.pop("D"), options.pop("wanted", ())
-    rows = ((B * M,), (B * N,)) if "layout" in options else ((B, M), (B, N))
+    rows: Any = ((B * M,), (B * N,)) if "layout" in options else ((B, M), (B, N))
+    if caches := isinstance(options.get("layout"), Cached):
+        rows = (B, 1), (B, N) if options["layout"].table is None else (options["layout"].table.numel(), PAGE)
     q, k = (torch.empty((*of, heads, D), dtype=dtype, device="meta") for of, heads in zip(rows, (H, H_k), strict=True))
     p, x = problem_of(q, k, k, **options)
     try:
-        return recorded(Call(p, wanted or (False,) * len(x.extra)))
+        return recorded(Call(p, None if caches else wanted or (False,) * len(x.extra)))
     except Unsupported:
         return []
+
+
+def appending(name: str, B: int, M: int, N: int, H_k: int) -> Any:
+    """Return the launch that appends M rows to a cache of N."""
+    import torch
+
+    from tilewise.append import launch as append
+    from tilewise.append.in_torch import Append
+    from tilewise.values.cached import Cached
+
+    def of(*shape: int, dtype: Any = torch.bfloat16) -> Any:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    pages = -(-N // PAGE)
+    table = of(B, pages, dtype=torch.int32) if name == "append pages" else None
+    cache = of(B, N, H_k, 64) if table is None else of(B * pages, PAGE, H_k, 64)
+    new = of(B, M, H_k, 64)
+    return append.launches(Append(cache, cache, new, new, Cached(of(B, dtype=torch.int32), table)), None, {})
 
 
 def ones() -> Iterator[dict[str, Any]]:

@@ -28,6 +28,8 @@ PASSES = {
 
 BROADCAST = ("bias", "dense", "bias triton")
 """Calls whose tensor may broadcast: a dimension of size 1 is read at 0, so a single head is another kernel."""
+OF_LSE = ("attention_decode", "attention_combine")
+"""Their stride of lse's batch entries is the number of heads, and a 1 is a key."""
 SHORT_OF_REGISTERS = ("attention_backward_fp32",)
 """Their counts are keys: ptxas spills in their loops where they first decode them from 2 n + 1."""
 
@@ -54,7 +56,7 @@ def test_other_lengths_batches_and_heads_compile_nothing_within_a_row_of_tiles()
             if kernel in SHORT_OF_REGISTERS:
                 assert compiled <= 5 * rows, f"{line['call']}: {kernel} is compiled {compiled} times for {rows} rows"
                 continue
-            most = 2 * rows + 2 if line["call"] in BROADCAST else rows
+            most = 2 * rows + 2 if line["call"] in BROADCAST else rows + (kernel in OF_LSE)
             assert rows <= compiled <= most, f"{line['call']}: {kernel} is compiled {compiled} times for {rows} rows"
     causal = next(line["kernels"] for line in counted if line["call"] == "causal 128")
     assert set(causal) == {*PASSES["forward"], *PASSES["backward"]}

@@ -5,6 +5,7 @@ import itertools
 import sys
 from collections import Counter
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -423,13 +424,13 @@ def test_gradients_are_launched_as_without(launched, monkeypatch, name, heads):
 
 def test_a_backward_is_repeated_where_it_is_plain(launched, monkeypatch):
     """It then builds no launch, and what passes between its kernels lies in one workspace."""
-    for name in ("full", "causal", "dropout", "packed"):
+    for name, heads in product(("full", "causal", "dropout", "packed"), (4, 2)):
         for _ in range(2):
-            trained(name)[0]()
+            trained(name, heads)[0]()
         with monkeypatch.context() as patch:
             patch.setattr(host.Launch, "run", refuse)
             patch.setattr(Replay, "run", refuse)
-            call, tensors = trained(name)
+            call, tensors = trained(name, heads)
             launches, grads = trained_launches(launched, call, tensors)
         assert len(launches) > 1
         assert [shape for shape, *_ in grads] == [t.shape for t in tensors[:3]]

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from ..host import repeat
-from ..host.arguments import adjacent, batch_from, cdiv, odd, power_of_2, rows, scales_of
+from ..host.arguments import adjacent, batch_from, cdiv, odd, power_of_2, rows, scales_of, sequences_in_line
 from ..host.launch import Launch
 from ..host.outputs import size
 from ..host.replay import launch_replayed, replays_of
@@ -48,8 +48,9 @@ def launches(call: Append, y: Tensor | None, compiled: dict[Any, Any]) -> list[L
     if (angles := call.angles) is not None:
         rotary, pairs, interleaved = Rotary(*angles.tables(), odd(len(angles.cos))), angles.pairs, angles.interleaved
     heads, rest = min(HEADS, power_of_2(H_k)), d - 2 * pairs
-    blocks = heads, power_of_2(max(1, pairs)), power_of_2(rest) if rest else 0, power_of_2(v.shape[-1]), power_of_2(B)
-    new = New(d, v.shape[-1], pairs, page, interleaved, *blocks)
+    blocks = heads, power_of_2(max(1, pairs)), power_of_2(rest) if rest else 0, power_of_2(v.shape[-1])
+    line = 1 if layout.cu_q is None else sequences_in_line(B)
+    new = New(d, v.shape[-1], pairs, page, interleaved, *blocks, line)
     given = [None if t is None else rows(adjacent(t)) for t in (q, y, k_new, v_new)]
     programs = count * (cdiv(H, heads) + cdiv(H_k, heads))
     arguments = (*given, rows(k), rows(v), batch, rotary, scales_of(layout, B, H_k), H, H_k, entries, len(k))

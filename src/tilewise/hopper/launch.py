@@ -44,13 +44,14 @@ from .backward import kernel as backward_kernel
 from .backward import preprocess
 from .backward import scores as backward_scores
 from .backward.deterministic import attention_backward_init_semaphore
+from .backward.gqa_reduce import GqaSums
 from .backward.postprocess import attention_backward_postprocess
 from .descriptors import Descriptor, addressable, box, sums_of_dq, vector
 from .forward import kernel as kernels
 from .forward.eight_bits import Codes as Scales
 from .parts import scores
 from .parts.call import Scratch
-from .plan import FULL, Plan, empty_gqa_sums, main_programs, mixed, plan, rest_of
+from .plan import FULL, Plan, gqa_sizes, main_programs, mixed, plan, rest_of
 from .tiles import BIAS, padded
 
 COUNTERS: dict[tuple[torch.device, int | None], Tensor] = {}
@@ -114,9 +115,10 @@ def preprocess_launch(
     per_program = 2048 // D
     tiles = cdiv(cdiv(p.M, row.B_r) * row.B_r, per_program)
     zeroed = p.B * p.H if scratch.ready is None else shape.section * group
+    count = 0 if scratch.gqa_sums is None else scratch.gqa_sums.semaphore.numel()
     arguments = (
-        rows(o), rows(do), dL, lse, scratch._replace(gqa_sums=None), where, unused(p, grads=grads), lengths(p)[0], p.H,
-        tiles, shape.blocks, group, zeroed,
+        rows(o), rows(do), dL, lse, scratch, where, unused(p, grads=grads), lengths(p)[0], p.H, tiles, shape.blocks,
+        group, zeroed, count,
     )  # fmt: skip
     constants = {"tile": preprocess.Tile(p.D_v, row.B_r, per_program, D)}
     return Launch(preprocess.attention_backward_preprocess, p.B * p.H * tiles, arguments, constants, pl.compiled, key)
@@ -180,14 +182,14 @@ def recompute(
 
 def empty_scratch(p: Problem, tile: Any, ready: int, device: torch.device) -> Scratch:
     """Allocate scratch without writing it, except semaphores: these hold -1, no tile."""
-    logs, delta, dq, zeroed, done = [each and empty(each, device) for each in scratch_sizes(p, tile.B_R, ready)]
-    semaphore, sums = None, empty_gqa_sums(p, tile.B_C, tile.GQA_PROGRAMS, device)
+    logs, delta, dq, zeroed, *sums, done = [each and empty(each, device) for each in scratch_sizes(p, tile, ready)]
+    semaphore = None
     if p.recipe.deterministic:
         semaphore = torch.full((query_blocks(p, tile.B_R),), -1, dtype=torch.int32, device=device)
     shift = None
     if p.biased:
         logs, shift = torch.empty(2, *logs.shape, device=device)
-    return Scratch(logs, delta, dq, semaphore, zeroed, sums, done, shift)
+    return Scratch(logs, delta, dq, semaphore, zeroed, GqaSums(*sums) if sums else None, done, shift)
 
 
 def query_blocks(p: Problem, B_r: int) -> int:
@@ -196,10 +198,12 @@ def query_blocks(p: Problem, B_r: int) -> int:
 
 
 @once
-def scratch_sizes(p: Problem, B_r: int, ready: int) -> list[Any]:
-    """Return the sizes of a scratch's logs, delta, dq, ready (None for 0) and done."""
-    sums = [size(torch.float32, query_blocks(p, B_r) * B_r * width) for width in (1, 1, padded(p))]
-    return [*sums, size(torch.int32, ready) if ready else None, size(torch.int32, p.B * p.H)]
+def scratch_sizes(p: Problem, tile: Any, ready: int) -> list[Any]:
+    """Return the sizes of a scratch's logs, delta, dq, ready (None for 0), of GQA sums if there are any, and done."""
+    rows = query_blocks(p, tile.B_R) * tile.B_R
+    found = [size(torch.float32, rows * width) for width in (1, 1, padded(p))]
+    zeroed = size(torch.int32, ready) if ready else None
+    return [*found, zeroed, *gqa_sizes(p, tile.B_C, tile.GQA_PROGRAMS), size(torch.int32, p.B * p.H)]
 
 
 def each(scratch: Scratch) -> tuple[Any, ...]:
@@ -255,15 +259,15 @@ def describe_backward(p: Problem, pl: Plan) -> list[str]:
 
 def repeated_backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor) -> Backward | None:
     """Return what repeats a backward; None if its launches were not kept, or need more than new addresses."""
-    alone = pl.backward_tile.GQA_PROGRAMS == 1 and not (p.recipe.deterministic or p.biased or any(p.wanted))
+    more = p.recipe.deterministic or p.biased or any(p.wanted) or p.recipe.packed
     replay = pl.replays.get(unplanned(saved, do, None))
-    if replay is None or replay.launches is None or not alone or p.recipe.packed:
+    if replay is None or replay.launches is None or more:
         return None
     if addressable(do) is not do or not saved.lse.is_contiguous():  # which would be copies
         return None
-    logs, delta, dq, ready, done = scratch_sizes(p, pl.backward.B_r, pl.ready)
+    logs, delta, dq, *rest = scratch_sizes(p, pl.backward_tile, pl.ready)
     given, seeded = [*x[:3], *x.extra, *(t for t in saved[:3] if t is not None)], saved.seed is not None
-    work, counters = (logs, delta, dq, None, ready, done), addresses_of(do.device)
+    work, counters = (logs, delta, dq, None, *rest), addresses_of(do.device)
     return Backward(replay, sizes(p)[2:], work, counters, given, do, 3 + len(x.extra), seeded)
 
 

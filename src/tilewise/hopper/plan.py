@@ -15,14 +15,13 @@ from ..call.problem import Problem, empty_parts, once
 from ..call.recipe import KINDS
 from ..host.arguments import cdiv, lengths, scale_of
 from ..host.launch import multiprocessors
-from ..host.outputs import sizes
+from ..host.outputs import size, sizes
 from ..host.plan import Launched
 from ..quantize.codes import BLOCK_K, BLOCK_Q, blocks_of
 from ..tile.schedule import assign, assign_each
 from ..tile.softmax import LOG2E
 from ..values.value import OPEN
 from .backward import kernel as backward_kernel
-from .backward.gqa_reduce import GqaSums
 from .descriptors import Box, blocks_box, box
 from .forward import kernel as kernels
 from .tiles import SHORT, Backward, Forward, Rows, current, eight_bits_row, padded
@@ -292,10 +291,8 @@ def semaphore_tiles(p: Problem, split_dkdv: bool) -> int:
     return 0 if not p.recipe.deterministic else 1 if split_dkdv else 2
 
 
-def empty_gqa_sums(p: Problem, B_c: int, programs: int, device: torch.device) -> GqaSums | None:
-    """Allocate GQA partial sums and zero their counters, or return None if one program has each key tile to itself."""
-    if programs == 1:
-        return None
+def gqa_sizes(p: Problem, B_c: int, programs: int) -> list[Any]:
+    """Return the sizes of GQA partial sums and of their semaphore; none if one program has each key tile to itself."""
     blocks = p.key_blocks(B_c) * p.H_k * p.batch
-    sums = torch.empty(blocks * 2 * B_c * padded(p), dtype=torch.float32, device=device)
-    return GqaSums(sums, torch.zeros(2 * blocks, dtype=torch.int32, device=device))
+    found = [size(torch.float32, blocks * 2 * B_c * padded(p)), size(torch.int32, 2 * blocks)]
+    return found if programs > 1 else []

@@ -39,6 +39,12 @@ def power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def sequences_in_line(B: int) -> int:
+    """Return the length of a vector of B sequences: a power of two, the same for all small batches, which so share a
+    kernel. A warp holds it."""
+    return power_of_2(max(32, B))
+
+
 def unplanned(saved: Saved, do: Tensor, dlse: Tensor | None) -> Any:
     """Return what a backward's kernels depend on beside its problem. lse and dlse are contiguous."""
     aligned = [None if t is None else t.data_ptr() % 16 == 0 for t in (do, saved.o, saved.lse, dlse)]

@@ -15,7 +15,7 @@ from ..tile.combine import attention_combine
 from ..tile.line import Split
 from ..tile.ranges import Variant
 from ..tile.softmax import LOG2E
-from .arguments import batch_of, cdiv, power_of_2, rows, rows_of_lse, scale_of
+from .arguments import batch_of, cdiv, rows, rows_of_lse, scale_of, sequences_in_line
 from .launch import Launch, current_stream
 from .outputs import empty, empty_saved, fill_empty
 from .plan import Launched, plan_of
@@ -84,7 +84,7 @@ def planned(
     p: Problem, W: int, B_r: int, B_c: int, chunk: int, least: int, stages: int, precision: str, **kinds: bool
 ) -> tuple[Split, int, int]:
     """Return the fields of a SplitPlan with W programs; the others are those of Split."""
-    page, line = p.layout.page(p) or 0, power_of_2(max(1, p.B))
+    page, line = p.layout.page(p) or 0, sequences_in_line(p.B)
     split = Split(p.H // p.H_k, p.D, p.D_v, page, B_r, B_c, chunk, line, least, stages, precision, **kinds)
     return split, W, numbers(p, split, W)
 

@@ -123,7 +123,10 @@ def empty_scratch(p: Problem, device: torch.device, given: Keys | None = None) -
     q, do = (torch.empty(shape, dtype=sizes.kind.type, device=device) for _ in range(2))
     q_descale, do_descale, do_norm, D_top = (torch.empty(sizes.queries, device=device) for _ in range(4))
     scales = Scales(q_descale, do_descale, keys.k_descale, keys.v_descale, do_norm, keys.v_norm, D_top)
-    return Scratch(q, do, keys, scales, empty_row_scratch(p, sizes.tile, 0, device), given is not None)
+    row_values = empty_row_scratch(p, sizes.tile, 0, device)
+    if row_values.gqa_sums is not None:  # its preprocess kernel has no room for it
+        row_values.gqa_sums.semaphore.zero_()
+    return Scratch(q, do, keys, scales, row_values, given is not None)
 
 
 def launches(
