@@ -32,6 +32,7 @@ from tilewise.host import replay as host_replay
 from tilewise.host.arguments import unplanned
 from tilewise.host.replay import Replay
 from tilewise.triton import launch as portable_launch
+from tilewise.triton.single import launch as single_launch
 
 pytestmark = pytest.mark.skipif(
     getattr(nvidia, "_BASE_ARGS_FORMAT_LEN", None) is None, reason="this Triton has another wrapper"
@@ -74,7 +75,7 @@ def launched(monkeypatch):
     monkeypatch.setattr(check, "target_of", lambda _: "sm_90")
     for module in (eager, gradients, append_op):
         monkeypatch.setattr(module, "check_contents", lambda *_: None)
-    for module in (host, split, host_replay, hopper_launch, fp32_launch, portable_launch):
+    for module in (host, split, host_replay, hopper_launch, fp32_launch, portable_launch, single_launch):
         monkeypatch.setattr(module, "current_stream", lambda _: 7)
     monkeypatch.setattr(append_op, "append_in_torch", append_op.launch_module("append").launch)
     monkeypatch.setattr(hopper_launch, "COUNTERS", {})
@@ -391,10 +392,10 @@ def test_a_known_backward_enters_few_functions(launched, monkeypatch):
     assert 0 < min(counts[20:]) <= 20, counts
 
 
-def trained(name, heads=4):
-    """Return a forward with gradients and its backward, and the tensors."""
-    options = OPTIONS[name]()
-    rows = (600,) if "layout" in options else (2, 300)
+def trained(name, heads=4, more=()):
+    """Return a forward with gradients and its backward, and the tensors. `more`: options, and the length N."""
+    options = {**OPTIONS[name](), **dict(more)}
+    rows = (600,) if "layout" in options else (2, options.pop("N", 300))
     x = [torch.randn(*rows, h, 128, dtype=BF16, requires_grad=True) for h in (4, heads, heads)]
     do = torch.randn(*rows, 4, 128, dtype=BF16)
     extra = [each for each in options.values() if isinstance(each, torch.Tensor)]
@@ -409,28 +410,35 @@ def trained_launches(launched, call, tensors):
     return [flat(each, names) for each in launched], [(g.shape, g.dtype, g.stride()) for g in grads]
 
 
-@pytest.mark.parametrize("heads", [4, 2])
+@pytest.mark.parametrize("heads", [4, 2, 1])
+@pytest.mark.parametrize("more", [{}, {"backend": "triton"}, {"backend": "triton", "N": 60}], ids=str)
 @pytest.mark.parametrize("name", OPTIONS)
-def test_gradients_are_launched_as_without(launched, monkeypatch, name, heads):
+def test_gradients_are_launched_as_without(launched, monkeypatch, name, heads, more):
+    if "N" in more and name in ("packed", "prefix", "bias"):
+        pytest.skip("their tensors have another length")
     for _ in range(3):
-        call, tensors = trained(name, heads)
+        call, tensors = trained(name, heads, more)
         call()
-    call, tensors = trained(name, heads)
+    call, tensors = trained(name, heads, more)
     found = trained_launches(launched, call, tensors)
     forget(monkeypatch)
-    call, tensors = trained(name, heads)
+    call, tensors = trained(name, heads, more)
     assert found == trained_launches(launched, call, tensors)
 
 
 def test_a_backward_is_repeated_where_it_is_plain(launched, monkeypatch):
     """It then builds no launch, and what passes between its kernels lies in one workspace."""
-    for name, heads in product(("full", "causal", "dropout", "packed"), (4, 2)):
+    for case in [
+        *product(("full", "causal", "dropout", "packed"), (4, 2, 1)),
+        *(("full", 4, {"backend": "triton", "N": N}) for N in (300, 60)),
+        *((name, 2, {"backend": "triton"}) for name in ("causal", "deterministic", "packed", "sink")),
+    ]:
         for _ in range(2):
-            trained(name, heads)[0]()
+            trained(*case)[0]()
         with monkeypatch.context() as patch:
             patch.setattr(host.Launch, "run", refuse)
             patch.setattr(Replay, "run", refuse)
-            call, tensors = trained(name, heads)
+            call, tensors = trained(*case)
             launches, grads = trained_launches(launched, call, tensors)
         assert len(launches) > 1
         assert [shape for shape, *_ in grads] == [t.shape for t in tensors[:3]]

@@ -29,9 +29,9 @@ from ..host.bias import Recompute, renormalize_launch
 from ..host.gather import add_sums, empty_sums, gather_launches
 from ..host.launch import Launch, current_stream
 from ..host.lists import tile_lists
-from ..host.outputs import empty, empty_grads, empty_saved, size, sizes
+from ..host.outputs import empty, empty_grads, empty_saved, size
 from ..host.plan import plan_of
-from ..host.repeat import Backward, repeated
+from ..host.repeat import Backward, repeated, repeated_backward
 from ..host.tables import source_of_rows
 from ..host.values import device_values, with_lse_shift
 from ..merge.sink import with_sink
@@ -233,7 +233,7 @@ def forward_plan(p: Problem) -> PassPlan:
 def backward_plan(p: Problem) -> PassPlan:
     """Return how the backward runs."""
     pl = plan(p)
-    return plan_of(p, pl, backward, describe_backward, ((pl.backward, True),), repeated_backward)
+    return plan_of(p, pl, backward, describe_backward, ((pl.backward, True),), repeat_backward)
 
 
 def describe_forward(p: Problem, pl: Plan) -> list[str]:
@@ -257,18 +257,12 @@ def describe_backward(p: Problem, pl: Plan) -> list[str]:
     return [tiles, source_of_rows(p.q.device)]
 
 
-def repeated_backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor) -> Backward | None:
-    """Return what repeats a backward; None if its launches were not kept, or need more than new addresses."""
-    more = p.recipe.deterministic or p.biased or any(p.wanted) or p.recipe.packed
-    replay = pl.replays.get(unplanned(saved, do, None))
-    if replay is None or replay.launches is None or more:
-        return None
-    if addressable(do) is not do or not saved.lse.is_contiguous():  # which would be copies
+def repeat_backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor) -> Backward | None:
+    """Return what repeats a backward; None if it needs more than new addresses."""
+    if p.recipe.deterministic or p.biased or addressable(do) is not do:
         return None
     logs, delta, dq, *rest = scratch_sizes(p, pl.backward_tile, pl.ready)
-    given, seeded = [*x[:3], *x.extra, *(t for t in saved[:3] if t is not None)], saved.seed is not None
-    work, counters = (logs, delta, dq, None, *rest), addresses_of(do.device)
-    return Backward(replay, sizes(p)[2:], work, counters, given, do, 3 + len(x.extra), seeded)
+    return repeated_backward(p, pl, (logs, delta, dq, None, *rest), x, saved, do, addresses_of(do.device))
 
 
 def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from ..call.calls import guard
-from ..call.operands import Operands
+from ..call.operands import Operands, Saved
 from ..call.problem import Problem
-from .arguments import adjacent
+from .arguments import adjacent, unplanned
 from .launch import profiled
 from .outputs import EMPTY_CUDA, sizes
 from .replay import Replay
@@ -92,6 +92,18 @@ class Forward:
         return self.replay.fill(key) if aligned(key[: len(self.aligned)]) == self.aligned else ()
 
 
+def repeated_backward(
+    p: Problem, pl: Any, work: Sequence[Any], x: Operands, saved: Saved, do: Tensor, counters: Any = None
+) -> Any:
+    """Return what repeats a backward of a plan, a Backward; None if its launches were not kept, or read copies. `work`
+    and `counters` are its sizes and counters."""
+    replay = pl.replays.get(unplanned(saved, do, None))
+    if replay is None or replay.launches is None or any(p.wanted) or p.recipe.packed or not saved.lse.is_contiguous():
+        return None
+    given, seeded = [*x[:3], *x.extra, *(t for t in saved[:3] if t is not None)], saved.seed is not None
+    return Backward(replay, sizes(p)[2:], work, counters, given, do, 3 + len(x.extra), seeded)
+
+
 class Backward:
     """A backward's launches, with what they write and what passes between them in one workspace."""
 
@@ -100,7 +112,7 @@ class Backward:
         operands: int, seeded: bool,
     ) -> None:  # fmt: skip
         """`sizes`: those of the workspace's tensors, in the order of the launches; None for one that is left out.
-        `given`: the operands, o, lse and the seed if there is one."""
+        `counters`: as in a Forward. `given`: the operands, o, lse and the seed if there is one."""
         self.replay, self.grads, self.counters, self.operands, self.seeded = replay, grads, counters, operands, seeded
         self.index, self.offsets, end = do.device.index, [], 0
         for size in sizes:
@@ -138,12 +150,12 @@ class Backward:
     def fill(self, key: tuple[int, ...]) -> Any:
         """Return the launches with all addresses, and keep them; None where they must be made anew."""
         *given, do, dq, dk, dv, work, stream = key
-        counter, count = self.counters.get(stream), self.operands
-        if counter is None or aligned((*given, do)) != self.aligned:
+        counter, count = () if self.counters is None else (self.counters.get(stream),), self.operands
+        if None in counter or aligned((*given, do)) != self.aligned:
             return None
         parts = [0 if offset is None else work + offset for offset in self.offsets]
         seed, extra = given[count + 2] if self.seeded else 0, [0] * (count - 3)  # without gradients
-        full = (*given[: count + 2], seed, do, 0, *parts, dq, dk, dv, *extra, counter, stream)
+        full = (*given[: count + 2], seed, do, 0, *parts, dq, dk, dv, *extra, *counter, stream)
         launches = self.replay.fill(full) or None
         if full in self.replay.filled:  # else its arguments are not packed yet
             if len(self.filled) >= MOST:

@@ -102,7 +102,7 @@ def _backward(p: Problem) -> Plan:
     def describe(p: Problem, pl: Any) -> list[str]:
         return [_tiles("dkdv", pl.dkdv), _tiles("dq", pl.dq), *_common(p)]
 
-    return plan_of(p, pl, launch.backward, describe, ((pl.dkdv, True), (pl.dq, False)))
+    return plan_of(p, pl, launch.backward, describe, ((pl.dkdv, True), (pl.dq, False)), launch.repeat_backward)
 
 
 def _tiles(name: str, t: tiles.Tiles) -> str:

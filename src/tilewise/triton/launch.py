@@ -1,6 +1,7 @@
 """Launches: turn a problem and its operands into kernel arguments."""
 
 from collections.abc import Iterator, Sequence
+from math import prod
 
 import torch
 from torch import Tensor
@@ -24,7 +25,8 @@ from ..host.bias import Recompute, renormalize_launch
 from ..host.gather import add_sums, empty_sums, gather_launches
 from ..host.launch import Launch, current_stream
 from ..host.lists import tile_lists
-from ..host.outputs import empty_grads, empty_saved, fill_empty
+from ..host.outputs import empty_grads, empty_saved, fill_empty, size
+from ..host.repeat import Backward, repeated_backward
 from ..host.values import device_values, with_lse_shift
 from ..merge.sink import with_sink
 from ..quantize.codes import blocks_of, columns
@@ -77,11 +79,22 @@ def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None,
 
 
 def empty_scratch(p: Problem, x: Operands) -> RowValues:
-    """Allocate scratch without writing it: two numbers per row, padded to the kernels' `pitch`."""
-    stride = cdiv(lengths(p)[0], 16) * 16
-    shape = *p.q.shape[:-3], p.H, stride
-    logs, delta = (torch.empty(shape, dtype=torch.float32, device=x.q.device) for _ in range(2))
+    """Allocate scratch without writing it: two numbers per row."""
+    logs, delta = (torch.empty(scratch_shape(p), dtype=torch.float32, device=x.q.device) for _ in range(2))
     return RowValues(logs, delta)
+
+
+def scratch_shape(p: Problem) -> tuple[int, ...]:
+    """Return the shape of a number per row, padded to the kernels' `pitch`."""
+    return *p.q.shape[:-3], p.H, cdiv(lengths(p)[0], 16) * 16
+
+
+def repeat_backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor) -> Backward | None:
+    """Return what repeats a backward; None where it reads copies, or another kernel before it."""
+    if p.biased or 0 in (p.B, p.M) or any([adjacent(t) is not t for t in (*x[:3], do)]):
+        return None
+    row_values = size(torch.float32, prod(scratch_shape(p)))
+    return repeated_backward(p, pl, (row_values, row_values), x, saved, do)
 
 
 def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved) -> Iterator[Launch]:

@@ -26,6 +26,7 @@ from ...host.gather import Read, add_sums, addresses, entries_read, gather_of, r
 from ...host.launch import Launch, current_stream, multiprocessors
 from ...host.outputs import empty_grads, empty_saved
 from ...host.plan import Launched, plan_of
+from ...host.repeat import Backward, repeated, repeated_backward
 from ...host.values import device_values
 from ...merge.sink import with_sink
 from ...tile.blocks import Tile
@@ -84,7 +85,14 @@ def pass_plan(p: Problem, which: Pass) -> PassPlan:
     def describe(p: Problem, pl: Plan) -> list[str]:
         return [f"one tile of {tiles.B_r}x{tiles.B_c} a head, {tiles.in_words}"]
 
-    return plan_of(p, plan(p), forward if which is FORWARD else backward, describe)
+    run, repeat = (forward, repeated) if which is FORWARD else (backward, repeat_backward)
+    return plan_of(p, plan(p), run, describe, repeat=repeat)
+
+
+def repeat_backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor) -> Backward | None:
+    """Return what repeats a backward; None where it reads copies."""
+    read_as_they_are = all([adjacent(t) is t for t in (*x[:3], do)])
+    return repeated_backward(p, pl, (None,), x, saved, do) if read_as_they_are else None
 
 
 def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
