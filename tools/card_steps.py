@@ -91,7 +91,7 @@ def of_suite(suite: str, file: Path, minutes: float) -> Step:
     """Return a step that measures a suite's missing cases into a file."""
     command = ("-m", "studies", "bench", "--suite", suite, "--resume", "--json", str(file))
     of, kernels = SUITES[suite], state.states(chips=CHIPS)
-    rows = product(of.cases, of.peers, of.passes)
+    rows = ((case, peer, pass_) for case in of.cases for peer, pass_ in product(of.peers_of(case), of.passes))
     return Step(f"bench {suite}", command, tuple({name for row in rows for name in kernels_of(*row, kernels)}), minutes)
 
 

@@ -145,7 +145,7 @@ def part(suite: Suite, words: list[str], peers: list[str]) -> Suite:
             f"--match must be words of a case of {suite.name}, got {' '.join(words)}; choose from a name such as "
             f"{suite.cases[0]}"
         )
-    return replace(suite, cases=cases, peers=tuple(peers) or suite.peers)
+    return replace(suite, cases=cases, peers=tuple(peers) or suite.peers, beside=() if peers else suite.beside)
 
 
 def _metrics(names: list[str]) -> list[str]:

@@ -34,6 +34,7 @@ OURS = "tilewise"
 """The implementation that is asked for nothing more."""
 EXACT = {"case", "point", "combination", "settings", "losses"}
 """What keeps every digit: inputs, and losses, whose differences are read."""
+CPU = torch.device("cpu")
 WIDTH = 120
 """Columns of a file's lines, but for rows, which have one line each."""
 
@@ -96,7 +97,7 @@ def kernels_of(case: Case, implementation: str, pass_: str, known: Iterable[str]
     if implementation != OURS and ours == "triton" and one_tile and f"triton single D{size}" in known:
         names = {f"triton single D{size}"}
     varied = VARIANTS.get(implementation, case.varied)
-    values = *case.mask.parts, *varied.mask.parts, *varied.score(case.heads, torch.device("cpu"))
+    values = *case.mask.parts, *case.padding(CPU).parts, *varied.mask.parts, *varied.score(case.heads, CPU)
     names |= {f"{value.what} {type(value).__name__.lower()}" for value in values}
     return names | ({"ablation"} if change else set()) | ({"quantize"} if in_codes else set())
 

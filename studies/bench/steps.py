@@ -134,8 +134,8 @@ BERT: Fields = {
     "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
 }  # fmt: skip
 T5: Fields = {
-    "d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12, "d_kv": 64, "dropout_rate": 0.0, "use_cache": False,
-    "decoder_start_token_id": 0,
+    "d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12, "d_kv": 64, "dropout_rate": 0.0,
+    "decoder_start_token_id": 0, "use_cache": False,
 }  # fmt: skip
 VIT: Fields = {"num_labels": CLASSES}
 SMALL: Fields = {
@@ -163,7 +163,7 @@ MODELS = {
         ),
         Model(
             "gpt-oss layers", "transformers", partial(of_transformers, "GptOssConfig", "CausalLM", GPT_OSS, MIXED),
-            1, 8192, (FLEX,),
+            1, 4096, (FLEX, STANDARD),
         ),
         Model(
             "ViT-B", "transformers", partial(of_transformers, "ViTConfig", "ImageClassification", VIT, SMALL_VIT),
