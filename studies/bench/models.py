@@ -2,8 +2,8 @@
 
 Each of MODELS makes its step, forward, loss and backward without an optimizer, on tilewise and on PyTorch's attentions,
 eager and under torch.compile. A contender has a process of its own, because torch.compile and SDPA's settings belong to
-a process. Contenders of a few models prepare side by side; then the processes take turns, and all but one wait. Medians
-count, with the CPU's time where a GPU waits for it, as in a training.
+a process. Contenders of two models make their first steps side by side; then they take turns, and all but one wait.
+Medians count, with the CPU's time where a GPU waits for it, as in a training.
 
 The first step's loss and the norms of all gradients are compared with those of the first of PyTorch's contenders: who
 is off by more than rounding is not timed. A row is saved at once, and a later run on the same kernels, programs and
@@ -55,9 +55,9 @@ ROUNDS = {"cuda": 5, "cpu": 2}
 WARM, SAMPLE = 0.15, 0.25
 """Seconds for which a contender runs before each of its samples, and at least in it."""
 PREPARE, TURN = 280.0, 60.0
-"""Seconds after which a process is ended that has not prepared its steps, or taken its turn."""
-AT_ONCE = 3
-"""Models whose contenders prepare side by side on a GPU."""
+"""Seconds after which a process is ended that has not made its first step, or taken its turn."""
+AT_ONCE = 2
+"""Models whose contenders make their first steps side by side on a GPU, all of which its memory must hold."""
 THREADS = "2"
 """Of the compiler of each contender."""
 
@@ -68,7 +68,8 @@ class Step:
     def __init__(self, model: Model, peer: str, device: torch.device, small: bool) -> None:
         torch.manual_seed(0)
         self.peer, self.device, self.inputs = peer, device, model.inputs(small, device)
-        self.module = model.make(small, peer).to(device).train()
+        with device:
+            self.module = model.make(small, peer).train()
         torch.compiler.config.cache_key_tag += f";{peer}"  # type: ignore[attr-defined]  # graphs of SDPA look alike
         compiled = torch.compile(self.module, dynamic=False, backend=COMPILER[device.type])
         self.forwards: dict[str, Any] = {EAGER: self.module, COMPILED: compiled}
@@ -120,7 +121,7 @@ def serve(pipe: Any, name: str, peer: str, device: torch.device, small: bool) ->
     """Be a contender's process: answer requests, the name of a method with its arguments, until there are no more."""
     warnings.simplefilter("ignore")  # of compilers, and of FlexAttention that is not compiled
     step = None
-    while (request := pipe.recv()) is not None:
+    while (request := received(pipe)) is not None:
         method, *arguments = request
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
@@ -129,7 +130,17 @@ def serve(pipe: Any, name: str, peer: str, device: torch.device, small: bool) ->
                 answer = getattr(step, method)(*arguments), None
             except Exception as error:
                 answer = None, excuse(error, heard)[1]
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # the memory of a step is the next one's
         pipe.send(answer)
+
+
+def received(pipe: Any) -> Any:
+    """Return a request, or None where the process that sent them has ended."""
+    try:
+        return pipe.recv()
+    except EOFError:
+        return None
 
 
 class Contender:
@@ -143,9 +154,9 @@ class Contender:
         other.close()
 
     def ask(self, *request: Any) -> None:
-        """Send a request."""
+        """Send a request, a method's name and its arguments; nothing ends the process."""
         if self.process.is_alive():
-            self.pipe.send(request)
+            self.pipe.send(request or None)
 
     def answer(self, seconds: float) -> tuple[Any, str | None]:
         """Return what it answers, or None and why there is nothing."""
@@ -159,9 +170,8 @@ class Contender:
 
     def end(self) -> None:
         """End the process, and wait for that."""
-        if self.process.is_alive():
-            self.pipe.send(None)
-            self.process.join(10)
+        self.ask()
+        self.process.join(10)
         self.process.kill()
         self.process.join()
 
@@ -173,22 +183,22 @@ class Contest:
         self.model, self.device, self.small = model, device, small
         self.contenders = {peer: Contender(model.name, peer, device, small) for peer in (OURS, *model.peers)}
         self.checked: dict[str, dict[str, Any]] = {}
-        self.why: dict[str, dict[str, str]] = {}
+        self.why: dict[str, str] = {}
 
-    def prepare(self, modes: list[str]) -> None:
-        """Ask every contender for its first steps."""
-        for mode, each in itertools.product(modes, self.contenders.values()):
+    def prepare(self, mode: str) -> None:
+        """Ask every contender for its first step."""
+        for each in self.contenders.values():
             each.ask("check", mode)
 
-    def gather(self, mode: str, until: float) -> None:
-        """Take the answers of the first steps of a mode."""
+    def gather(self, until: float) -> None:
+        """Take the answers."""
         answers = {peer: each.answer(until - time.monotonic()) for peer, each in self.contenders.items()}
-        self.checked[mode] = {peer: found for peer, (found, why) in answers.items() if why is None}
-        self.why[mode] = {peer: why for peer, (_, why) in answers.items() if why is not None}
+        self.checked = {peer: found for peer, (found, why) in answers.items() if why is None}
+        self.why = {peer: why for peer, (_, why) in answers.items() if why is not None}
 
     def row(self, mode: str) -> dict[str, Any]:
         """Let the contenders that are right take turns, and return a row."""
-        checked, why = self.checked[mode], self.why[mode]
+        checked, why = self.checked, self.why
         true = next((checked[peer] for peer in self.model.peers if peer in checked), None)
         off = {} if true is None else {peer: differences(found, true) for peer, found in checked.items()}
         wrong = [peer for peer, each in off.items() if not (each["loss"] <= OFF_LOSS and each["norms"] <= OFF_NORM)]
@@ -232,14 +242,14 @@ def rows_of(models: list[Model], done: set[tuple[str, str]], device: torch.devic
     todo = {model.name: [mode for mode in MODES if (model.name, mode) not in done] for model in models}
     contests = [Contest(model, device, small) for model in models if todo[model.name]]
     try:
-        for contest in contests:
-            contest.prepare(todo[contest.model.name])
-        until = time.monotonic() + PREPARE
-        for contest in contests:
-            for mode in todo[contest.model.name]:
-                contest.gather(mode, until)
-        for contest in contests:
-            for mode in todo[contest.model.name]:
+        for mode in MODES:
+            mine = [contest for contest in contests if mode in todo[contest.model.name]]
+            for contest in mine:
+                contest.prepare(mode)
+            until = time.monotonic() + PREPARE
+            for contest in mine:
+                contest.gather(until)
+            for contest in mine:
                 yield contest.row(mode)
     finally:
         for each in (each for contest in contests for each in contest.contenders.values()):
@@ -252,14 +262,15 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     for row in rows:
         what = f"{row['model']}, {row['size']}, {row['mode']}"
         if row["ratio"] is None:
-            lines.append(f"{what:<44} not measured: {'; '.join(f'{who}: {why}' for who, why in row['why'].items())}")
+            said = "; ".join(f"{who}: {why}" for who, why in row["why"].items())
+            lines.append(f"{what:<44} not measured: {said}")
             continue
         times = ", ".join(f"{peer} {each:.2f} ms" for peer, each in row["milliseconds"].items())
         said = "holds" if row["ratio"] >= BAR else "MISSED"
         rate = f"{row['tokens'][OURS] / 1e3:.0f}k tokens/s"
         lines.append(f"{what:<44} {row['ratio']:.3f} of {row['than']}, at least {BAR}: {said}; {rate}; {times}")
     for mode in MODES:
-        mine = [row["ratio"] or 0.0 for row in rows if row["mode"] == mode]
+        mine = [row["ratio"] for row in rows if row["mode"] == mode and row["ratio"] is not None]
         lines.append(f"{mode}: {sum(ratio >= BAR for ratio in mine)} of {len(mine)} bars hold")
     return lines
 
@@ -312,7 +323,7 @@ def measure(path: Path | None, names: list[str], device: torch.device, small: bo
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, and print the table."""
+    """Measure, print the table, and return 1 if tilewise made no step of some model that is here."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, help="write <device name>/models.json in this folder, and resume it")
     parser.add_argument("--model", action="append", choices=MODELS, help="measure this one alone")
@@ -321,9 +332,12 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", THREADS)
     device = torch.device(given.device)
+    if device.type == "cpu" and not given.quick:
+        parser.error("the device of suite models must be cuda, got cpu; pass --quick for a rehearsal")
     path = results.file_of(given.results, results.device_name(device), "models.json") if given.results else None
-    print("\n".join(table(measure(path, given.model or [*MODELS], device, given.quick))))
-    return 0
+    rows = measure(path, given.model or [*MODELS], device, given.quick)
+    print("\n".join(table(rows)))
+    return int(any(row["size"] and OURS not in row["milliseconds"] for row in rows))
 
 
 if __name__ == "__main__":

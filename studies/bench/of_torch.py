@@ -47,13 +47,12 @@ def sdpa(case: Case, device: torch.device) -> Attention:
         mask = seen(case, device)(b[:, None, None, None], 0, i[:, None], i)
         mask = mask.expand(*(1,) * (4 - mask.ndim), *mask.shape)
 
+    options: dict[str, Any] = {"is_causal": case.causal} if mask is None else {"attn_mask": mask}
+    options |= {"dropout_p": case.dropout, "enable_gqa": case.varied.group > 1}
+
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        options = {"is_causal": case.causal} if mask is None else {"attn_mask": mask}
-        grouped = case.varied.group > 1
-        return scaled_dot_product_attention(q, k, v, dropout_p=case.dropout, enable_gqa=grouped, **options).transpose(
-            1, 2
-        )
+        return scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
 
     return call
 
@@ -103,9 +102,9 @@ def varlen(case: Case, device: torch.device) -> Attention:
     options |= {"enable_gqa": True} if case.varied.group > 1 else {}
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        rows = (t if t.ndim == 3 else t.flatten(0, 1) for t in (q, k, v))
-        rows = rows if at is None else (t.index_select(0, at) for t in rows)
-        o: Any = varlen_attn(*rows, cu, cu, longest, longest, **options)
+        rows = [t if t.ndim == 3 else t.flatten(0, 1) for t in (q, k, v)]
+        rows = rows if at is None else [t.index_select(0, at) for t in rows]
+        o: Any = varlen_attn(rows[0], rows[1], rows[2], cu, cu, longest, longest, **options)
         if at is not None:
             o = o.new_zeros(q.shape).flatten(0, 1).index_copy(0, at, o)
         return o.view(q.shape)

@@ -4,6 +4,7 @@ A step is forward, loss and backward. It has no optimizer, whose time no attenti
 contenders compute the same loss. Sizes are published ones; `small` ones are rehearsed on a CPU.
 """
 
+import importlib
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -93,23 +94,21 @@ class Classifier(Module):
     def __init__(self, model: Module) -> None:
         super().__init__()
         self.model = model
-        self.loss: Tensor | None = None
 
     def forward(self, pixel_values: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """Return the loss."""
         return {"loss": cross_entropy(self.model(pixel_values).float(), labels)}
 
 
-def of_timm(name: str, fewer: Fields, small: bool, attention: str) -> Module:
+def of_timm(name: str, sizes: Fields, fewer: Fields, small: bool, attention: str) -> Module:
     """Make a model of timm. Its Swin calls SDPA where TIMM_FUSED_ATTN is 2, and multiplies matrices by itself else."""
     os.environ["TIMM_FUSED_ATTN"] = "0" if attention == STANDARD else "2"
-    import timm
-
+    timm = importlib.import_module("timm")
     if attention == OURS:
         from tilewise.compat import sdpa
 
-        sdpa.install(devices=("cuda" if torch.cuda.is_available() else "cpu",), always=True)
-    return Classifier(timm.create_model(name, num_classes=CLASSES, **(fewer if small else {}))).bfloat16()
+        sdpa.install(devices=("cuda", "cpu"), always=True)
+    return Classifier(timm.create_model(name, **{**sizes, **(fewer if small else {})})).bfloat16()
 
 
 def context(attention: str) -> AbstractContextManager[Any]:
@@ -138,6 +137,7 @@ T5: Fields = {
     "decoder_start_token_id": 0, "use_cache": False,
 }  # fmt: skip
 VIT: Fields = {"num_labels": CLASSES}
+SWIN: Fields = {"num_classes": CLASSES, "drop_path_rate": 0.0}
 SMALL: Fields = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 256,
 }  # fmt: skip
@@ -167,14 +167,14 @@ MODELS = {
         ),
         Model(
             "ViT-B", "transformers", partial(of_transformers, "ViTConfig", "ImageClassification", VIT, SMALL_VIT),
-            128, 197, FAST, image=224, small_image=32,
+            64, 197, FAST, image=224, small_image=32,
         ),
         Model(
             "Swin-T", "timm",
             partial(
-                of_timm, "swin_tiny_patch4_window7_224", {"img_size": 56, "embed_dim": 24, "depths": (1, 1, 1, 1)}
+                of_timm, "swin_tiny_patch4_window7_224", SWIN, {"img_size": 56, "embed_dim": 24, "depths": (1, 1, 1, 1)}
             ),
-            128, 3136, (STANDARD, "sdpa", "sdpa efficient"), image=224, small_image=56,
+            64, 3136, (STANDARD, "sdpa", "sdpa efficient"), image=224, small_image=56,
         ),
         Model(
             "BERT-large", "transformers", partial(of_transformers, "BertConfig", "MaskedLM", BERT, SMALL),
