@@ -104,7 +104,8 @@ def kernels_of(case: Case, implementation: str, pass_: str, known: Iterable[str]
 
 def _run_by(case: Case, pass_: str) -> str:
     """Return the back end on Hopper whose kernels a pass of a plain call runs."""
-    q = torch.empty(case.shape, dtype=case.type, device="meta")
+    shape = (1, *case.shape) if case.varied.packed else case.shape
+    q = torch.empty(shape, dtype=case.type, device="meta")
     found = explain(q, q, q, mask=case.mask, device="sm_90")
     return (found.backward if pass_ == BACKWARD else found.backend) or "hopper"
 

@@ -92,12 +92,11 @@ def test_attention_without_its_mask_is_seen(in_this_process, monkeypatch):
     assert differences({**right, "loss": math.nan}, right) == {"loss": math.inf, "norms": math.inf}
 
 
-def test_a_step_that_does_not_reach_tilewise_is_refused(in_this_process, monkeypatch):
+def test_a_step_that_does_not_reach_tilewise_is_refused(in_this_process):
     step = Step(MODELS[NAME], "tilewise", CPU, True)
-    with monkeypatch.context() as patch:
-        patch.setitem(AttentionInterface._global_mapping, "tilewise", AttentionInterface._global_mapping["sdpa"])
-        with pytest.raises(RuntimeError, match="no call of attention came to tilewise"):
-            step.check(EAGER)
+    step.module.set_attn_implementation("sdpa")
+    with pytest.raises(RuntimeError, match="no call of attention came to tilewise"):
+        step.check(EAGER)
 
 
 def test_what_a_contender_lacks_is_its_answer(in_this_process):
