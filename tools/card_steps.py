@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))
 import studies.ablation  # noqa: F401, adds its suite
-from studies.bench import functions, state
+from studies.bench import functions, models, state
 from studies.bench.results import file_of, kernels_of
 from studies.bench.suites import SUITES
 
@@ -91,7 +91,7 @@ def of_suite(suite: str, file: Path, minutes: float) -> Step:
     """Return a step that measures a suite's missing cases into a file."""
     command = ("-m", "studies", "bench", "--suite", suite, "--resume", "--json", str(file))
     of, kernels = SUITES[suite], state.states(chips=CHIPS)
-    rows = product(of.cases, of.peers, of.passes)
+    rows = ((case, peer, pass_) for case in of.cases for peer, pass_ in product(of.peers_of(case), of.passes))
     return Step(f"bench {suite}", command, tuple({name for row in rows for name in kernels_of(*row, kernels)}), minutes)
 
 
@@ -127,6 +127,8 @@ def steps(results: Path, device: str) -> Iterator[Step]:
     yield of_tests("card every head size", SIZES, kernels=every, minutes=15, files=SIZES)
     for suite, minutes in MINUTES.items():
         yield of_suite(suite, file_of(results, device, "card.json"), minutes)
+    steps_of_models = ("-m", "studies", "bench", "--suite", "models", "--results", str(results))
+    yield Step("models, in time", steps_of_models, every, 11, models.FILES, silence=6)
     rated = f"{PARALLEL.replace('.', '/')}.py"
     ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "gpu", "-m", PARALLEL)
     yield Step("parallel, in time", (*ranks, "--results", str(results)), every, 6, (rated,), silence=10)

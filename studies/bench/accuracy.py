@@ -56,6 +56,8 @@ class Inputs(NamedTuple):
 
         q, k, v = normal(case.shape), normal(case.key_shape), normal(case.key_shape)
         do = normal(case.shape, learned=False)
+        if case.varied.padded:  # nobody reads what a padded query gets
+            do *= case.real(device)[..., None, None]
         return Inputs(q, k, v, do, normal((case.heads,)) if case.varied.sink else None)
 
 
@@ -140,7 +142,7 @@ def _part(case: Case, t: Tensor, head: tuple[int, int]) -> Tensor:
     heads = slice(h * served, (h + 1) * served)
     if t.ndim == 1:
         return t[heads]
-    rows = t[b] if t.ndim == 4 else t[sum(case.lengths[:b]) : sum(case.lengths[: b + 1])]
+    rows = t[b, : case.lengths[b]] if t.ndim == 4 else t[sum(case.lengths[:b]) : sum(case.lengths[: b + 1])]
     return rows[:, heads].transpose(0, 1)
 
 

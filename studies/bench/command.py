@@ -12,19 +12,24 @@ from rich.progress import Progress
 
 from ..console import err, out, print_json, progress, sentences, table
 from ..options import pick_device
-from . import results
+from . import models, results
 from .engine import run
 from .peers import PEERS
 from .results import Row
+from .steps import MODELS
 from .suites import SUITES, Suite
 from .tables import COST, METRICS, grids, headlines, in_its_unit, is_ours, prices, reasons, slowdown, worth
 
 SHOWN = {"cuda": ("memory", "host"), "cpu": ("memory",)}
 """Tables after those of the suite."""
+OF_MODELS = "models"
+"""Names what is no list of calls: training steps, measured by a module of their own."""
 
 
 def bench(
-    suite: Annotated[list[str] | None, typer.Option(help=f"One or more of: {', '.join(SUITES)}.")] = None,
+    suite: Annotated[
+        list[str] | None, typer.Option(help=f"One or more of: {', '.join(SUITES)}; or {OF_MODELS}.")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and rounds.")] = False,
     match: Annotated[list[str] | None, typer.Option(help="Only cases with this in their name: causal, D128.")] = None,
     peer: Annotated[list[str] | None, typer.Option(help=f"Only these: {', '.join(PEERS)}.")] = None,
@@ -40,6 +45,12 @@ def bench(
     resume: Annotated[bool, typer.Option("--resume", help="Keep that file's cases of these kernels.")] = False,
 ) -> None:
     """Measure tilewise and its peers."""
+    if OF_MODELS in (suite or ()):
+        with sentences():
+            refused = {"--peer": peer, "--seconds": seconds, "--show": show, "--json": json_file}
+            command = of_models(suite or [], match or [], [name for name, given in refused.items() if given])
+            command += ["--device", pick_device(device).type] + ["--quick"] * quick
+        raise typer.Exit(models.main([*command, *(["--results", str(results_folder)] if results_folder else [])]))
     with sentences():
         where = pick_device(device)
         suites = suites_for(suite or ["classic" if where.type == "cuda" else "cpu"], where)
@@ -69,6 +80,19 @@ def bench(
                 err.print(f"rows of {chosen.name} are in {file}")
     if str(json_file) == "-":
         print_json(printed)
+
+
+def of_models(suite: list[str], words: list[str], refused: list[str]) -> list[str]:
+    """Return arguments that name the models with these words; such a file is always resumed."""
+    if len(suite) > 1 or refused:
+        got = ", ".join(suite[1:] + refused)
+        raise ValueError(
+            f"--suite {OF_MODELS} must be alone, with --match, --results and --quick, got {got}; leave it out"
+        )
+    names = [name for name in MODELS if set(words) <= set(name.replace(",", "").split())]
+    if not names:
+        raise ValueError(f"--match must be words of a model, got {' '.join(words)}; choose from {'; '.join(MODELS)}")
+    return [part for name in names for part in ("--model", name)]
 
 
 def partial_keeper(files: list[Path], suite: str, env: dict[str, Any]) -> Callable[[list[Row]], None]:
@@ -145,7 +169,7 @@ def part(suite: Suite, words: list[str], peers: list[str]) -> Suite:
             f"--match must be words of a case of {suite.name}, got {' '.join(words)}; choose from a name such as "
             f"{suite.cases[0]}"
         )
-    return replace(suite, cases=cases, peers=tuple(peers) or suite.peers)
+    return replace(suite, cases=cases, peers=tuple(peers) or suite.peers, beside=() if peers else suite.beside)
 
 
 def _metrics(names: list[str]) -> list[str]:

@@ -62,3 +62,23 @@ def costs(rows: Sequence[Row]) -> list[Cost]:
         for row in rows
         if row.implementation in VARIANTS and row.milliseconds and (own := plain.get((row.of, row.pass_)))
     ]
+
+
+class Beside(NamedTuple):
+    """Our row of a case that is a variant by itself, and the fastest of the others."""
+
+    row: Row
+    fastest: Row
+    aim: float = 1.0
+    """The least ratio of its time over ours."""
+
+
+def beside(rows: Sequence[Row]) -> list[Beside]:
+    """Return every case that is a variant by itself, where somebody else was measured with it."""
+    found = []
+    for row in (row for row in rows if row.of.variant and row.implementation == OURS and row.status == OK):
+        others = [each for each in rows if (each.of, each.pass_) == (row.of, row.pass_) and each.status == OK]
+        theirs = [each for each in others if not each.implementation.startswith(OURS) and each.milliseconds]
+        if theirs:
+            found.append(Beside(row, min(theirs, key=lambda each: each.milliseconds or 0.0)))
+    return found

@@ -54,8 +54,8 @@ def run(
 ) -> Iterator[list[Row]]:
     """Yield the rows of one case after another. Cases that begin after `seconds` are skipped, and their rows say so."""
     begin = time.monotonic()
-    chosen = [peers[name] for name in suite.peers]
     for case in suite.cases:
+        chosen = [peers[name] for name in suite.peers_of(case)]
         if seconds is not None and time.monotonic() - begin > seconds:
             why = f"the time budget of {seconds:g} s was spent"
             yield [_row(case, Contender(p, (SKIPPED, why)), pass_) for p in chosen for pass_ in suite.passes]

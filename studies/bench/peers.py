@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 import tilewise as tw
 from tilewise.call.check import describe
@@ -26,11 +25,10 @@ from tilewise.call.recipe import Recipe
 from tilewise.cpu.backend import Cpu
 from tilewise.values.products import EIGHT_BITS, PRECISIONS, EightBits, Scaled
 
+from . import of_torch
+from .of_torch import Attention
 from .suites import Case
 from .variants import VARIANTS, Variant
-
-Attention = Callable[..., Tensor]
-"""o from q, k, v, and the sink of a case that has one."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,12 @@ wrong tile would give."""
 def _tilewise(case: Case, device: torch.device, **options: Any) -> Attention:
     varied = case.varied
     seed = torch.full((), SEED, dtype=torch.int64, device=device) if case.dropout else None
-    options |= {"mask": case.mask, "score": varied.score(case.heads, device), "dropout": case.dropout, "seed": seed}
+    options |= {
+        "mask": case.mask & case.padding(device),
+        "score": varied.score(case.heads, device),
+        "dropout": case.dropout,
+        "seed": seed,
+    }
     options |= {"deterministic": varied.deterministic, "layout": _packed(case, device) if varied.packed else None}
     return lambda q, k, v, sink=None: tw.attention(q, k, v, sink=sink, **options)
 
@@ -211,16 +214,6 @@ def tf32() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def _sdpa(case: Case, device: torch.device) -> Attention:
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        grouped = case.varied.group > 1
-        o = scaled_dot_product_attention(q, k, v, dropout_p=case.dropout, is_causal=case.causal, enable_gqa=grouped)
-        return o.transpose(1, 2)
-
-    return call
-
-
 def _needs_gpu(case: Case, device: torch.device) -> str | None:
     return None if device.type == "cuda" else f"needs a GPU, this is a {device.type}"
 
@@ -231,20 +224,11 @@ def _needs_cpu(case: Case, device: torch.device) -> str | None:
 
 def _on_cpu_only_flash_and_math(backend: SDPBackend) -> Callable[[Case, torch.device], str | None]:
     lacking = backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
-    return _needs_gpu if lacking else lambda case, device: None
+    return lambda case, device: of_torch.against_sdpa(case) or (_needs_gpu(case, device) if lacking else None)
 
 
-def _flex(case: Case, device: torch.device) -> Attention:
-    import torch._functorch.config as functorch
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    functorch.donated_buffer = False  # a backward is timed several times on one graph
-    torch._dynamo.reset()  # it compiles a few shapes, then gives up and runs eagerly
-    attend: Any = torch.compile(flex_attention, dynamic=False)
-    blocks = None
-    if case.causal:
-        blocks = create_block_mask(lambda b, h, i, j: i >= j, None, None, case.length, case.length, device=device)
-    return lambda q, k, v: attend(*(t.transpose(1, 2) for t in (q, k, v)), block_mask=blocks).transpose(1, 2)
+def _varlen_why_not(case: Case, device: torch.device) -> str | None:
+    return _needs_gpu(case, device) or of_torch.against_varlen(case)
 
 
 def _flex_why_not(case: Case, device: torch.device) -> str | None:
@@ -281,7 +265,7 @@ def _not_installed(module: str) -> str | None:
 
 
 def _sdpa_peer(name: str, backend: SDPBackend) -> Peer:
-    return Peer(f"sdpa {name}", _sdpa, _on_cpu_only_flash_and_math(backend), lambda: sdpa_kernel(backend))
+    return Peer(f"sdpa {name}", of_torch.sdpa, _on_cpu_only_flash_and_math(backend), lambda: sdpa_kernel(backend))
 
 
 def _varied(name: str, variant: Variant) -> Peer:
@@ -308,12 +292,13 @@ PEERS = {
         *(_in_eight_bits(name) for name in (*EIGHT_BITS, "e4m3")),
         Peer("standard", _standard),
         Peer("standard tf32", _standard, _needs_gpu, tf32, share=SHARES["tf32"]),
-        Peer("sdpa", _sdpa),
+        Peer("sdpa", of_torch.sdpa, lambda case, device: of_torch.against_sdpa(case)),
         _sdpa_peer("cudnn", SDPBackend.CUDNN_ATTENTION),
         _sdpa_peer("flash", SDPBackend.FLASH_ATTENTION),
         _sdpa_peer("efficient", SDPBackend.EFFICIENT_ATTENTION),
         _sdpa_peer("math", SDPBackend.MATH),
-        Peer("flex", _flex, _flex_why_not),
+        Peer("flex", of_torch.flex, _flex_why_not),
+        Peer("varlen_attn", of_torch.varlen, _varlen_why_not),
         _package("flash-attn 2", "flash_attn", dropout=True),
         _package("flash-attn 3", "flash_attn_interface", dropout=False),
         _package("flash-attn 4", "flash_attn.cute", dropout=False),

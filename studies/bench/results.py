@@ -34,6 +34,7 @@ OURS = "tilewise"
 """The implementation that is asked for nothing more."""
 EXACT = {"case", "point", "combination", "settings", "losses"}
 """What keeps every digit: inputs, and losses, whose differences are read."""
+CPU = torch.device("cpu")
 WIDTH = 120
 """Columns of a file's lines, but for rows, which have one line each."""
 
@@ -96,14 +97,15 @@ def kernels_of(case: Case, implementation: str, pass_: str, known: Iterable[str]
     if implementation != OURS and ours == "triton" and one_tile and f"triton single D{size}" in known:
         names = {f"triton single D{size}"}
     varied = VARIANTS.get(implementation, case.varied)
-    values = *case.mask.parts, *varied.mask.parts, *varied.score(case.heads, torch.device("cpu"))
+    values = *case.mask.parts, *case.padding(CPU).parts, *varied.mask.parts, *varied.score(case.heads, CPU)
     names |= {f"{value.what} {type(value).__name__.lower()}" for value in values}
     return names | ({"ablation"} if change else set()) | ({"quantize"} if in_codes else set())
 
 
 def _run_by(case: Case, pass_: str) -> str:
     """Return the back end on Hopper whose kernels a pass of a plain call runs."""
-    q = torch.empty(case.shape, dtype=case.type, device="meta")
+    shape = (1, *case.shape) if case.varied.packed else case.shape
+    q = torch.empty(shape, dtype=case.type, device="meta")
     found = explain(q, q, q, mask=case.mask, device="sm_90")
     return (found.backward if pass_ == BACKWARD else found.backend) or "hopper"
 

@@ -4,10 +4,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tilewise.values.intervals import Causal
+from tilewise.values.intervals import Causal, Padding
 from tilewise.values.masks import Full, Mask
 
-from .variants import PLAIN, SHAPES, VARIANTS, Variant, cut, visited
+from .variants import DOCUMENTS, PLAIN, SHAPES, VARIANTS, Variant, cut, visited
 
 TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -53,8 +53,21 @@ class Case:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Return the length of every sequence."""
-        return cut(self.batch * self.length) if self.varied.packed else (self.length,) * self.batch
+        """Return the length of every sequence, without its padding."""
+        if self.varied.packed:
+            return cut(self.batch * self.length, self.varied.cuts)
+        if self.varied.padded:
+            return tuple(self.length * (b + 1) // self.batch for b in range(self.batch))
+        return (self.length,) * self.batch
+
+    def real(self, device: torch.device) -> torch.Tensor:
+        """Return which tokens of a batch (B, N) are no padding."""
+        ends = torch.tensor(self.lengths, device=device)
+        return torch.arange(self.length, device=device) < ends[:, None]
+
+    def padding(self, device: torch.device) -> Mask:
+        """Return the mask of a padded batch."""
+        return Padding(torch.tensor(self.lengths, dtype=torch.int32, device=device)) if self.varied.padded else Full()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -108,6 +121,12 @@ class Suite:
     tables: tuple[str, ...] = ("rate",)
     """What its first tables show: names of `tables.METRICS`."""
     devices: tuple[str, ...] = ("cuda",)
+    beside: tuple[str, ...] = ()
+    """Whom to compare with in cases that are a variant by themselves, if not `peers`."""
+
+    def peers_of(self, case: Case) -> tuple[str, ...]:
+        """Return who computes a case."""
+        return self.beside if case.variant and self.beside else self.peers
 
     def quick(self) -> "Suite":
         """Return a fraction of the suite, for a first look."""
@@ -176,7 +195,19 @@ def _prefill() -> tuple[Case, ...]:
 
 
 def _variants() -> tuple[Case, ...]:
-    return tuple(Case(2, 16, 8192, 128, "bf16", causal) for causal in (True, False))
+    plain = tuple(Case(2, 16, 8192, 128, "bf16", causal) for causal in (True, False))
+    documents = tuple(
+        Case(1, 16, DOCUMENTS[-1], 64, "bf16", causal, variant="128 documents") for causal in (True, False)
+    )
+    return (
+        *plain,
+        *documents,
+        Case(1, 16, DOCUMENTS[-1], 128, "bf16", causal=True, variant="128 documents"),
+        Case(64, 16, 512, 64, "bf16", variant="padded"),
+        Case(16, 16, 2048, 128, "bf16", causal=True, variant="padded"),
+        Case(1, 16, 8192, 128, "bf16", causal=True, variant="window 128"),
+        Case(1, 64, 8192, 64, "bf16", causal=True, variant="GQA 8, sink, window 128"),
+    )
 
 
 def _llmc() -> tuple[Case, ...]:
@@ -248,7 +279,8 @@ SUITES = {
         ),
         Suite(
             "variants", "what each variant of a call costs", _variants(), (FORWARD, BACKWARD),
-            ("tilewise", *VARIANTS), 7, 8192, (8192,), host=False, tables=(),
+            ("tilewise", *VARIANTS), 7, 8192, (8192,), sparse=("", ()), host=False, tables=(),
+            beside=("tilewise", "flex", "varlen_attn", "sdpa cudnn", "sdpa efficient"),
         ),
         Suite(
             "host", "what a call costs the thread that makes it, where nothing else runs",

@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import median_high
 from typing import NamedTuple
 
-from .costs import Cost, costs
+from .costs import Cost, beside, costs
 from .peers import CHANGED
 from .results import OK, OURS, REFUSED, WRONG, Row
 from .suites import BACKWARD, BOTH, FORWARD, Case
@@ -338,6 +338,12 @@ def _variants(rows: Sequence[Row]) -> list[str]:
         lines.append(
             f"{row.implementation}, {mask}, {row.pass_}: {cost.aimed:.2f} of the plain call's speed{per_tile}, "
             f"the aim is {aim:.2f}."
+        )
+    for row, other, aim in beside(rows):
+        speed = other.milliseconds / row.milliseconds  # type: ignore[operator]
+        said = "held" if speed >= aim else "MISSED"
+        lines.append(
+            f"{row.of}, {row.pass_}: {speed:.2f} of the speed of {other.implementation}, at least {aim}: {said}."
         )
     return lines
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -14,6 +14,8 @@ TILE = 128
 """Queries and keys of the tiles that `visited` counts."""
 CUTS = (0, 3000, 3100, 8192, 9000, 16384)
 """Where five packed sequences begin and end; other totals are cut in these proportions."""
+DOCUMENTS = (0, *accumulate(64 + 448 * (37 * n % 128) // 127 for n in range(128)))
+"""Where 128 documents of 64 to 512 tokens begin and end, long and short ones mixed."""
 FULL = Full()
 
 Scores = Callable[[int, torch.device], tuple[Score, ...]]
@@ -34,10 +36,17 @@ class Variant:
     deterministic: bool = False
     queries: int = 0
     """Queries of each sequence, the last ones; 0: as many as keys."""
-    packed: bool = False
-    """The tokens of the batch as sequences of mixed lengths."""
+    cuts: tuple[int, ...] = ()
+    """The tokens of the batch as packed sequences, cut in these proportions; () is no packing."""
+    padded: bool = False
+    """The batch's sequences are of mixed lengths, with padding behind them."""
     full: bool = False
     """Whether it is measured without the causal mask as well."""
+
+    @property
+    def packed(self) -> bool:
+        """Tell whether sequences are packed."""
+        return bool(self.cuts)
 
 
 def softcap(heads: int, device: torch.device) -> tuple[Score, ...]:
@@ -63,20 +72,24 @@ VARIANTS = {
     "sink": Variant(sink=True),
     "dropout 0.1": Variant(dropout=0.1),
     "deterministic": Variant(deterministic=True, full=True),
-    "varlen": Variant(packed=True),
+    "varlen": Variant(cuts=CUTS),
 }
 """Every variant, by name."""
 SHAPES = {
     "GQA 4, one query": Variant(group=4, queries=1),
     "GQA 4, 2048 queries": Variant(group=4, queries=2048),
+    "128 documents": Variant(cuts=DOCUMENTS),
+    "padded": Variant(padded=True),
+    "window 128": Variant(mask=Window(127, 0)),
+    "GQA 8, sink, window 128": Variant(group=8, sink=True, mask=Window(127, 0)),
 }
-"""What cases of other suites ask for, and nobody compares with a call that does not."""
+"""What cases ask for by themselves, and nobody compares with a call that does not."""
 PLAIN = Variant()
 
 
-def cut(tokens: int) -> tuple[int, ...]:
-    """Draw lengths of packed sequences with this total of tokens."""
-    ends = [tokens * end // CUTS[-1] for end in CUTS]
+def cut(tokens: int, cuts: tuple[int, ...] = CUTS) -> tuple[int, ...]:
+    """Return lengths of packed sequences with this total of tokens."""
+    ends = [tokens * end // cuts[-1] for end in cuts]
     return tuple(end - start for start, end in pairwise(ends))
 
 

@@ -4,11 +4,12 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
+from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 from typer.testing import CliRunner
 
 import tilewise as tw
 from studies.app import app
-from studies.bench import results, tables
+from studies.bench import of_torch, results, tables
 from studies.bench.accuracy import NAMES, SINK, Inputs, Truth, run_once
 from studies.bench.engine import run
 from studies.bench.peers import PEERS, SEED
@@ -17,10 +18,11 @@ from studies.bench.suites import BACKWARD, FORWARD, SUITES, Case
 from studies.bench.variants import CUTS, VARIANTS, cut, visited
 from studies.pages import plots, report
 from tilewise.attention import reference
+from tilewise.compat import torch_flash
 
 CPU = torch.device("cpu")
 SUITE = SUITES["variants"]
-CAUSAL, FULL = SUITE.cases
+CAUSAL, FULL, *BESIDE = SUITE.cases
 SMALL = Case(batch=2, heads=8, length=48, head_size=16, dtype="fp32", causal=True)
 CHANGES = [name for name, variant in VARIANTS.items() if variant.group == 1 and not variant.deterministic]
 """Those whose result differs from the plain call's on the same q, k, v."""
@@ -35,7 +37,7 @@ def measured(speeds, ms=3.0):
     return [
         Row(asdict(case), name, pass_, milliseconds=(t := ms / speeds.get(name, 1.0)), milliseconds_p20=t,
             milliseconds_p80=t, tflops=1.0, matmul_tflops=2.0, of_matmul=0.5, error=1e-3, error_plain=1e-3)
-        for case in SUITE.cases for pass_ in SUITE.passes for name in SUITE.peers
+        for case in (CAUSAL, FULL) for pass_ in SUITE.passes for name in SUITE.peers
         if PEERS[name].why_not(case, CPU) is None
     ]  # fmt: skip
 
@@ -108,6 +110,53 @@ def test_a_wrong_gradient_of_the_sink_is_wrong():
     dsink = run_once(PEERS["sink"], PEERS["sink"].prepare(case, CPU), x)[SINK]
     assert Truth(case, x).judge({SINK: dsink}).wrong == ()
     assert Truth(case, x).judge({SINK: 1.001 * dsink}).wrong == (SINK,)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """PyTorch's attentions without a GPU: varlen_attn on tilewise's kernels, FlexAttention not compiled."""
+    torch_flash.register(devices=("cpu",))
+    activate_flash_attention_impl("tilewise")
+    monkeypatch.setattr(torch, "compile", lambda fn, **options: fn)
+    yield
+    restore_flash_attention_impl()
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("peer", SUITE.beside)
+@pytest.mark.parametrize("of", BESIDE, ids=str)
+def test_everybody_computes_a_case_that_is_a_variant_by_itself(of, peer, on_cpu):
+    packed, padded, heads = of.varied.packed, of.varied.padded, 2 * of.varied.group
+    case = replace(of, batch=4 if padded else 1, heads=heads, length=2048 if packed else 160, head_size=16)
+    against = {"varlen_attn": of_torch.against_varlen, "sdpa": of_torch.against_sdpa}.get(peer.split(" ")[0])
+    if reason := against and against(case):
+        assert PEERS[peer].why_not(of, CPU)
+        pytest.skip(reason)
+    x = Inputs.random(case, CPU)
+    attend = PEERS["sdpa" if peer.startswith("sdpa") else peer].prepare(case, CPU)
+    truth = Truth(case, x)
+    if peer == "flex":  # it has no backward on a CPU
+        assert truth.judge({"o": attend(*(t.detach() for t in x.leaves))}).wrong == ()
+    else:
+        assert truth.judge(run_once(replace(PEERS["sdpa"], name=peer), attend, x)).wrong == ()
+
+
+def test_documents_and_padding_have_the_lengths_that_they_say():
+    documents, *_, padded, _, _, _ = BESIDE
+    assert (len(documents.lengths), min(documents.lengths), max(documents.lengths)) == (128, 64, 512)
+    assert (padded.lengths[0], padded.lengths[-1], len(padded.lengths)) == (8, 512, 64)
+    assert padded.real(CPU).sum(1).tolist() == list(padded.lengths)
+    assert Inputs.random(replace(padded, heads=1), CPU).do[0, 8:].abs().max() == 0
+
+
+def test_the_fastest_of_the_others_is_named_and_the_bar_judged():
+    rows = [
+        Row(asdict(BESIDE[0]), name, FORWARD, milliseconds=ms)
+        for name, ms in (("tilewise", 2.0), ("flex", 3.0), ("varlen_attn", 1.0))
+    ]
+    assert tables.headlines("variants", rows)[-1] == (
+        f"{BESIDE[0]}, forward: 0.50 of the speed of varlen_attn, at least 1.0: MISSED."
+    )
 
 
 def test_the_engine_times_every_variant_beside_the_plain_call():
