@@ -27,7 +27,7 @@ import tilewise as tw
 from . import results
 from .engine import excuse
 
-ROUNDS, CALLS, REPEATS, WARM = 7, 50, 10, 0.05
+ROUNDS, CALLS, REPEATS, WARM = 5, 50, 10, 0.02
 KERNELS = {
     "sdpa cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa flash": SDPBackend.FLASH_ATTENTION,
