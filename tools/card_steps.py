@@ -21,7 +21,7 @@ SHARED = ("mask", "score", "gradient of a bias", "renormalization", "lists of ti
 HOPPER, TRITON = ("hopper", *SHARED), ("triton", *SHARED)
 MINUTES = {
     "host": 0.5,
-    "variants": 1.5,
+    "variants": 4,
     "decode": 1,
     "eight-bits": 7,
     "prefill": 1,

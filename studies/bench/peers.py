@@ -272,9 +272,11 @@ def _varied(name: str, variant: Variant) -> Peer:
     """Make a peer of tilewise with one further option."""
 
     def computes(case: Case) -> Case:
-        return replace(case, variant=name, dropout=variant.dropout or case.dropout)
+        return case if case.variant else replace(case, variant=name, dropout=variant.dropout or case.dropout)
 
     def why_not(case: Case, device: torch.device) -> str | None:
+        if case.variant not in ("", name):
+            return "only measured beside the plain call"
         return None if case.causal or variant.full else "only measured with the causal mask"
 
     return Peer(name, _tilewise, why_not, seeded=True, computes=computes)

@@ -45,7 +45,7 @@ class Model:
     """The model, small or not, with an attention by name. It returns something with a `loss`."""
     batch: int
     length: int
-    """Tokens of an entry of the batch; of an image, patches."""
+    """Tokens of an entry of the batch, without a decoder's; of an image, patches."""
     peers: tuple[str, ...]
     """PyTorch's attentions that it can have."""
     targets: int = 0

@@ -149,6 +149,10 @@ def test_documents_and_padding_have_the_lengths_that_they_say():
     assert Inputs.random(replace(padded, heads=1), CPU).do[0, 8:].abs().max() == 0
 
 
+def test_a_case_that_is_a_variant_by_itself_has_no_other():
+    assert PEERS["softcap"].why_not(PEERS["softcap"].computes(BESIDE[0]), CPU) == "only measured beside the plain call"
+
+
 def test_the_fastest_of_the_others_is_named_and_the_bar_judged():
     rows = [
         Row(asdict(BESIDE[0]), name, FORWARD, milliseconds=ms)
