@@ -130,7 +130,7 @@ def ids_written_between_forward_and_backward_are_an_error(rank):
     _, ids = batch()
     s = tp.Contiguous(everyone())
     q = s.shard(tensors(4, 2)[0]).clone().requires_grad_()
-    for plan in ("ring", "gather", "ulysses"):
+    for plan in ("ring", "gather", "halo", "ulysses"):
         o = tp.attention(q, q, q, sharding=s, plan=plan, mask=documents(ids))
         ids.zero_()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):

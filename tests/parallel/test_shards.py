@@ -52,10 +52,17 @@ def test_calls_cover_what_a_mask_shows_once_and_nothing_else(seed):
     pieces = tuple(join(runs[x] for x in sorted(order[r::2])) for r in range(2))
     options = {"dropout": 0.5} if draw(2) else {}
     s = Shards(pieces, 0, reach_of(mask, N), mask, (), options)
+    for sources in (range(2), (None,)):
+        seen = counted(s, sources, N)
+        assert torch.equal(seen, mask.dense(N, N).reshape(-1, N, N)[0].int().expand(N, N)), mask
+
+
+def counted(s, sources, N):
+    """How often calls with the keys of some ranks, or at once with all that rows see, show each entry of P."""
     seen = torch.zeros(N, N, dtype=torch.int)
     for to in range(2):
-        rows = torch.cat([torch.arange(*p) for p in pieces[to]])
-        for source in range(2):
+        rows = torch.cat([torch.arange(*p) for p in s.pieces[to]])
+        for source in sources:
             parts = s.pair(to, source)
             columns = torch.cat([torch.arange(*p) for p in parts.keys]) if parts.keys else rows[:0]
             for v in parts.blocks:
@@ -68,7 +75,9 @@ def test_calls_cover_what_a_mask_shows_once_and_nothing_else(seed):
                     dense = dense & part.dense(M, n)
                 box = dense.reshape(M, n).int()
                 seen[rows[v.rows][:, None], columns[v.keys][None, :]] += box
-    assert torch.equal(seen, mask.dense(N, N).reshape(-1, N, N)[0].int().expand(N, N)), mask
+            if source is None:
+                assert all(a.rows.stop <= b.rows.start for a, b in pairwise(parts.blocks)), "a row is in two calls"
+    return seen
 
 
 def test_rows_that_see_nothing_between_others_ask_for_no_keys():
@@ -108,14 +117,13 @@ def test_errors_of_bf16_do_not_grow_with_the_number_of_parts():
                 )
                 forward_parts(s, (o[:, a:b], lse[:, :, a:b]), q[:, a:b], keys, parts)
         rounded = o.bfloat16()
-        delta = (do.float() * rounded).sum(-1).transpose(1, 2)
         sums = [torch.zeros(1, N, H, D) for _ in range(3)]
         for r, ((a, b),) in enumerate(pieces):
-            own = Given(do[:, a:b], rounded[:, a:b], lse[:, :, a:b], delta[:, :, a:b])
+            own = Given(do[:, a:b], rounded[:, a:b], lse[:, :, a:b], None)
             for source in range(count):
                 parts = s.pair(r, source)
                 for x, y in parts.keys:
-                    found = backward_parts(s, own, q[:, a:b], (k[:, x:y], v[:, x:y]), parts, sums[0][:, a:b], {})
+                    found = backward_parts(s, own, q[:, a:b], (k[:, x:y], v[:, x:y]), parts, sums[0][:, a:b], {})[1]
                     for total, part in zip(sums[1:], found, strict=True):
                         total[:, x:y] += part
         errors[count] = [rms(t.bfloat16(), x) for t, x in zip((o, *sums), true, strict=True)]
