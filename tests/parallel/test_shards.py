@@ -12,7 +12,7 @@ from tilewise.parallel.costs import Cluster, Cost, Sizes, cost, current, fit
 from tilewise.parallel.pieces import join, length
 from tilewise.parallel.plans import choose
 from tilewise.parallel.reach import reach_of
-from tilewise.parallel.shardings import deal
+from tilewise.parallel.shardings import Balanced, deal
 from tilewise.parallel.shards import Given, Shards, backward_parts, forward_parts
 
 
@@ -196,3 +196,20 @@ def test_the_model_is_fitted_to_what_was_measured(tmp_path, monkeypatch):
         monkeypatch.setenv("TILEWISE_CLUSTER", str(other))
         with pytest.raises(ValueError, match="must name a JSON file"):
             current()
+
+
+def test_halo_makes_one_call_of_a_window_and_of_documents():
+    """Keys lie in one piece, those before a rank's own; dealt-out chunks of documents are one call of Spans."""
+    N, ranks = 512, 4
+    window, ids = tw.Causal() & tw.Window(47, 0), (torch.arange(N) // 90)[None]
+    documents = tw.Causal() & tw.Documents(ids, ids)
+    runs = tuple(((r * 128, r * 128 + 128),) for r in range(ranks))
+    dealt = Balanced(None, documents, N, 16).cut(N, ranks)
+    for mask, pieces in ((window, runs), (documents, runs), (documents, dealt)):
+        s = Shards(pieces, 0, reach_of(mask, N), mask, (), {})
+        for r in range(ranks):
+            assert len(s.pair(r, None).blocks) == 1
+    s = Shards(runs, 0, reach_of(window, N), window, (), {})
+    assert [s.pair(r, None).keys for r in range(ranks)] == [((max(0, a - 47), b),) for ((a, b),) in runs]
+    dropped = Shards(runs, 0, reach_of(window, N), window, (), {"dropout": 0.5})
+    assert dropped.pair(2, None).keys == ((192, 384),)  # a multiple of what kernels draw together

@@ -48,6 +48,8 @@ class Sizes(NamedTuple):
     """The part of the others' keys that a rank needs, the mean over ranks."""
     most: float = 1.0
     """The most that a rank needs of the others' keys."""
+    calls: int = 2
+    """In which a rank computes its rows, where all their keys are there at once."""
     balance: float = 1.0
     """The most work of a rank, of the mean, where each computes its own rows."""
 
@@ -80,7 +82,7 @@ def cost(plan: str, inner: int, x: Sizes, c: Cluster = Cluster()) -> Cost:  # no
     part = {"ring": x.fetched, "gather": 1.0, "halo": x.most}[plan]  # of the others' keys
     seconds = exposed = swap
     for peak, scale, size in ((c.forward, 1.0, keys), (c.backward, 2.5, keys + sums)):
-        work = scale * flops * x.balance / _rate(peak, rows / 2)
+        work = scale * flops * x.balance / _rate(peak, rows / (x.calls if plan == "halo" else 2))
         if plan == "ring":
             step = work / R + 2 * c.launch + 12 * rows / 2 * h * x.D / c.memory
             talk = part * size / speed + start

@@ -22,7 +22,7 @@ from .pieces import Pieces, joined, length, meet
 from .reach import reach
 from .ring import EXCHANGES, Ring
 from .shardings import Sharding, make_positive
-from .shards import CUT, READING, Shards, shards_of
+from .shards import CUT, FEW, READING, Shards, shards_of
 from .ulysses import Swap, spread_keys
 
 
@@ -106,9 +106,8 @@ def candidates(w: Work) -> list[Plan]:
     return list(NAMES) if len(sizes) == 1 else [Grid(sizes[1], sizes[0])]
 
 
-def even(mask: Mask, sharding: Sharding, N: int, inner: int) -> tuple[float, float, float]:
-    """Return the part of P that a mask shows; of `inner` ranks the most work, of the mean; of a rank the most keys that
-    its rows see of the others', of all of these."""
+def even(mask: Mask, sharding: Sharding, N: int, inner: int) -> tuple[float, float, float, int]:
+    """Return what `Sizes` calls visible, balance, most and calls; balance of what `inner` ranks hold in common."""
     return _even(held(mask), sharding, N, inner)
 
 
@@ -117,13 +116,15 @@ even._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache(16)
-def _even(numbers: Numbers, sharding: Sharding, N: int, inner: int) -> tuple[float, float, float]:
+def _even(numbers: Numbers, sharding: Sharding, N: int, inner: int) -> tuple[float, float, float, int]:
     found, pieces = reach(numbers, len(numbers), N), sharding.pieces(N)
     work = found.work(joined(pieces, inner))
     total, s = sum(work), Shards(pieces, 0, found, Full(), (), {})
     seen = [(own, s.seen(r)) for r, own in enumerate(pieces)]
     most = max((length(keys) - length(meet(own, keys))) / max(1, N - length(own)) for own, keys in seen)
-    return total / max(1, N) ** 2, max(work) * len(work) / total if total else 1.0, most
+    calls = max(map(len, pieces))
+    balance = max(work) * len(work) / total if total else 1.0
+    return total / max(1, N) ** 2, balance, most, calls if 0 < calls <= FEW else 1
 
 
 def costs_of(w: Work, q: Tensor, k: Tensor, cluster: Cluster) -> dict[Plan, Cost]:
@@ -135,8 +136,9 @@ def costs_of(w: Work, q: Tensor, k: Tensor, cluster: Cluster) -> dict[Plan, Cost
     for plan in candidates(w):
         if not refusals(plan, w, q.shape[2]):
             name, inner = ("ring", plan.ulysses) if isinstance(plan, Grid) else (plan, 1)
-            visible, balance, most = even(mask, w.sharding, w.N, inner)
-            x = sizes._replace(visible=visible, fetched=min(1.0, 1.5 * visible), balance=balance, most=most)
+            visible, balance, most, calls = even(mask, w.sharding, w.N, inner)
+            known = {"visible": visible, "balance": balance, "most": most, "calls": calls}
+            x = sizes._replace(**known, fetched=min(1.0, 1.5 * visible))
             found[plan] = cost(name, inner, x, cluster)
     return found
 
