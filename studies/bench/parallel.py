@@ -227,13 +227,16 @@ def _of_bars(rows: list[dict[str, Any]], plan: str | None) -> Iterator[str]:
 
 
 def _of_defaults(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield a line for each sharding of a case: whether plan=None has a plan that is as fast as the best."""
-    for (mask, sharding, *at), some in alike(rows, "mask", "sharding", "gpus", "tokens", "heads").items():
-        best, chosen = max(some, key=efficiency), next((row for row in some if row["by_default"]), None)
-        share = efficiency(chosen) / efficiency(best) if chosen else 0.0
-        name = chosen["plan"] if chosen else "a plan that was not measured"
-        what = f"{mask} {sharding} {at}: plan=None has {name}, {share:.3f} of the best, {best['plan']}"
-        yield verdict(f"{what}; the bar is {DEFAULT}", share >= DEFAULT)
+    """Yield a line for each sharding of a case: whether plan=None, if measured, has one as fast as the best."""
+    for (mask, sharding, gpus, *at), some in alike(rows, "mask", "sharding", "gpus", "tokens", "heads").items():
+        best = max(some, key=efficiency)
+        for chosen in (row for row in some if row["by_default"]):
+            share, case = (
+                efficiency(chosen) / efficiency(best),
+                f"{mask} {' '.join(map(str, at))} on {gpus}, {sharding}",
+            )
+            what = f"{case}: plan=None has {chosen['plan']}, {share:.3f} of the best, {best['plan']}"
+            yield verdict(f"{what}, the bar is {DEFAULT}", share >= DEFAULT)
 
 
 def alike(rows: list[dict[str, Any]], *names: str) -> dict[tuple[Any, ...], list[dict[str, Any]]]:

@@ -60,7 +60,7 @@ def test_no_plan_is_to_be_faster_than_the_default_by_more_than_3_percent():
         *_, line = parallel.verdicts(rows)
         assert line.split()[0] == word
         assert f"plan=None has ring, {share:.3f} of the best, halo" in line
-    assert "a plan that was not measured" in parallel.verdicts([ROW | {"by_default": False}])[-1]
+    assert not [line for line in parallel.verdicts([ROW | {"by_default": False}]) if "plan=None" in line]
 
 
 def test_a_rehearsal_runs_on_a_cpu():

@@ -92,12 +92,12 @@ def cost(plan: str, inner: int, x: Sizes, c: Cluster = Cluster()) -> Cost:  # no
             talk = part * (R - 1) * size / speed + start * R**0.5
             seconds, exposed = seconds + work + c.launch + talk, exposed + talk
     received = swapped + part * (R - 1) * (2 * keys + sums)
-    buffer = 1 + part * (R - 1)  # own keys, too
+    buffer, own = 1 + part * (R - 1), 4.0 * rows * h * x.D  # own keys, too; rows of q in fp32
     held += {
-        "ring": 2 * keys,
-        "gather": R * (keys + 2 * sums),
-        "halo": buffer * (keys + 3 * sums),  # gradients, and messages of them both ways
-    }[plan] + 12.0 * rows * h * x.D  # o and dq, twice
+        "ring": 2 * keys + 3 * own,  # o and dq, twice
+        "gather": R * (keys + 2 * sums) + 3 * own,
+        "halo": buffer * (keys + 3 * sums) + 2 * own,  # gradients, and messages of them both ways
+    }[plan]
     return Cost(seconds, exposed, received, held)
 
 
