@@ -168,10 +168,10 @@ def of_plan(
     )
     most = peak(call, before)
     times = in_turns({"plan": call, "base": base})
-    told = tp.explain(*own, sharding=s, mask=mask, backend=backend)  # type: ignore[arg-type]
+    explained = tp.explain(*own, sharding=s, mask=mask, backend=backend)  # type: ignore[arg-type]
     return {
         "plan": plan,
-        "by_default": told.plan == plan,
+        "by_default": explained.plan == plan,
         "sharding": type(s).__name__,
         "backend": backend,
         "milliseconds": times["plan"],
@@ -179,7 +179,7 @@ def of_plan(
         "efficiency": times["base"] / times["plan"],
         "peak_bytes": slowest(most),
         "peak_bytes_of_share": held,
-        "bytes_of_model": told.costs[plan].memory,
+        "bytes_of_model": explained.costs[plan].memory,
     }
 
 

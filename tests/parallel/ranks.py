@@ -409,12 +409,16 @@ def every_plan_agrees_under_checkpoints_and_compiles_in_one_graph(rank):
 @partial(case, spawn="models")
 def a_graph_is_made_again_for_another_length(rank):
     s = tp.Zigzag(everyone())
-    compiled = torch.compile(
-        lambda q: tp.attention(q, q, q, sharding=s, plan="gather"), fullgraph=True, backend="eager"
-    )
-    for length in (N, 2 * N):
-        q, *_ = tensors(4, 4, length)
-        close(compiled(s.shard(q)), s.shard(reference.attention(q, q, q)[0]), 1e-12, f"{length} rows")
+    for plan in ("gather", None):
+
+        def call(q, plan=plan):
+            return tp.attention(q, q, q, sharding=s, plan=plan, mask=tw.Causal() & tw.Window(9, 0))
+
+        compiled = torch.compile(call, fullgraph=True, backend="eager")
+        for length in (N, 2 * N):
+            q, *_ = tensors(4, 4, length)
+            true = reference.attention(q, q, q, mask=tw.Window(9, 0) & tw.Causal())[0]
+            close(compiled(s.shard(q)), s.shard(true), 1e-12, f"{length} rows, {plan}")
 
 
 @case

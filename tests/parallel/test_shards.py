@@ -8,6 +8,7 @@ import torch
 
 import tilewise as tw
 from tilewise.attention import reference
+from tilewise.parallel import Explanation, plans
 from tilewise.parallel.costs import Cluster, Cost, Sizes, cost, current, fit
 from tilewise.parallel.pieces import join, length
 from tilewise.parallel.plans import choose
@@ -154,6 +155,28 @@ def test_the_model_prefers_ulysses_in_a_node_and_the_ring_for_narrow_windows():
     assert grid.seconds < cost("ring", 1, wide).seconds
     narrow = wide._replace(visible=0.01, fetched=0.01)
     assert cost("ring", 1, narrow).received < 0.05 * cost("gather", 1, narrow).received
+
+
+def test_the_model_prefers_halo_for_windows_and_not_where_all_keys_travel():
+    visible, balance, most, calls = 0.117, 1.07, 1 / 6, 1
+    window = Sizes(1 << 16, 4, 32, 8, 128, 2, visible, 1.5 * visible, most, calls, balance)
+    others = [cost(plan, 1, window) for plan in ("ulysses", "gather", "ring")]
+    assert cost("halo", 1, window).seconds < min(one.seconds for one in others)
+    assert cost("halo", 1, window).received == most * cost("gather", 1, window).received
+    causal = Sizes(1 << 16, 4, 32, 8, 128)
+    assert cost("halo", 1, causal).seconds == cost("gather", 1, causal).seconds > cost("ring", 1, causal).seconds
+
+
+def test_plans_that_no_gpus_have_run_are_chosen_there_by_name_alone(monkeypatch):
+    monkeypatch.setattr(plans, "memory_limit", lambda device: 16e9)
+    costs = {plan: Cost(seconds, 0.0, 0.0, 1e9) for plan, seconds in (("halo", 1.0), ("ring", 2.0))}
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert plans.by_default(costs, cpu) == "halo"
+    for names, plan, words in ((("halo",), "ring", "by name alone"), ((), "halo", "chosen")):
+        monkeypatch.setattr(plans, "BY_NAME", names)
+        assert plans.by_default(costs, gpu) == plan
+        explained = Explanation(plan, costs, {}, [], by_name=plans.only_by_name(gpu))
+        assert [line for line in str(explained).splitlines() if line.startswith("halo") and line.endswith(words)]
 
 
 def test_the_fastest_plan_under_the_limit_of_memory_is_chosen():

@@ -14,7 +14,7 @@ from ..values.masks import Full, Mask, intersect
 from ..values.origin import Origin
 from ..values.score import Score
 from ..values.value import Value
-from .agree import written
+from .agree import rebuilt, written
 from .costs import Cluster, Cost, Sizes, cost
 from .graph import in_graph
 from .held import Numbers, held
@@ -106,12 +106,23 @@ def candidates(w: Work) -> list[Plan]:
     return list(NAMES) if len(sizes) == 1 else [Grid(sizes[1], sizes[0])]
 
 
-def even(mask: Mask, sharding: Sharding, N: int, inner: int) -> tuple[float, float, float, int]:
-    """Return what `Sizes` calls visible, balance, most and calls; balance of what `inner` ranks hold in common."""
-    return _even(held(mask), sharding, N, inner)
+def even(w: Work, inner: int) -> tuple[float, float, float, int]:
+    """Return what `Sizes` calls visible, balance, most and calls; balance of what `inner` ranks hold in common.
+
+    A mask's tensors count where it is `fixed`, and not in a graph.
+    """
+    if torch.compiler.is_compiling():
+        return even_bands(tuple([part.plain for part in w.mask.parts if not part.captures]), w.sharding, w.N, inner)
+    known = tuple([part for part in w.mask.parts if not part.captures or part.held])
+    return _even(held(intersect(known)), w.sharding, w.N, inner)
 
 
-even._dynamo_marked_constant = True  # type: ignore[attr-defined]
+def even_bands(bands: tuple[tuple[Any, ...], ...], sharding: Sharding, N: int, inner: int) -> Any:
+    """Return the same of parts without tensors, which graphs know by their numbers alone."""
+    return _even(held(intersect(rebuilt(bands, iter(())))), sharding, N, inner)
+
+
+even_bands._dynamo_marked_constant = True  # type: ignore[attr-defined]
 """As torch.compiler.assume_constant_result: the numbers are found while a call is traced."""
 
 
@@ -128,15 +139,13 @@ def _even(numbers: Numbers, sharding: Sharding, N: int, inner: int) -> tuple[flo
 
 
 def costs_of(w: Work, q: Tensor, k: Tensor, cluster: Cluster) -> dict[Plan, Cost]:
-    """Return what each plan costs that the call can have. Masks with tensors count where they are `fixed`."""
-    reads = not torch.compiler.is_compiling()
-    mask = intersect(tuple([part for part in w.mask.parts if not part.captures or (reads and part.held)]))
+    """Return what each plan costs that the call can have."""
     sizes = Sizes(w.N, w.sharding.ranks, q.shape[2], k.shape[2], q.shape[3], q.element_size())
     found: dict[Plan, Cost] = {}
     for plan in candidates(w):
         if not refusals(plan, w, q.shape[2]):
             name, inner = ("ring", plan.ulysses) if isinstance(plan, Grid) else (plan, 1)
-            visible, balance, most, calls = even(mask, w.sharding, w.N, inner)
+            visible, balance, most, calls = even(w, inner)
             known = {"visible": visible, "balance": balance, "most": most, "calls": calls}
             x = sizes._replace(**known, fetched=min(1.0, 1.5 * visible))
             found[plan] = cost(name, inner, x, cluster)
