@@ -22,6 +22,7 @@ def masks(device):
         "causal": tw.Causal(),
         "window": tw.Causal() & tw.Window(511, 0),
         "documents": tw.Causal() & tw.Documents(ids, ids),
+        "fixed documents": tp.fixed(tw.Causal() & tw.Documents(ids, ids)),
     }
 
 

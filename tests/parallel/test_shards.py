@@ -8,7 +8,7 @@ import torch
 
 import tilewise as tw
 from tilewise.attention import reference
-from tilewise.parallel import Explanation, plans
+from tilewise.parallel import Explanation, fixed, plans
 from tilewise.parallel.costs import Cluster, Cost, Sizes, cost, current, fit
 from tilewise.parallel.pieces import join, length
 from tilewise.parallel.plans import choose
@@ -165,6 +165,23 @@ def test_the_model_prefers_halo_for_windows_and_not_where_all_keys_travel():
     assert cost("halo", 1, window).received == most * cost("gather", 1, window).received
     causal = Sizes(1 << 16, 4, 32, 8, 128)
     assert cost("halo", 1, causal).seconds == cost("gather", 1, causal).seconds > cost("ring", 1, causal).seconds
+
+
+def test_ulysses_has_spans_of_fixed_documents():
+    """They are as the documents are; what is not fixed, or no interval a row, stays as it is."""
+    N, q = 96, torch.zeros(2, 96, 2, 8)
+    sorted_ids, mixed = ((torch.arange(N) // 30)[None].repeat(2, 1) % m for m in (9, 2))
+    sorted_ids[1, 40:] += 1
+    for ids, fits in ((sorted_ids, True), (mixed, False)):
+        mask = tw.Causal() & tw.Documents(ids, ids)
+        w = plans.Work(None, N, (), fixed(mask), (), None, False, {})  # type: ignore[arg-type]
+        found = plans.in_spans(w, q, 4)
+        assert isinstance(found, tw.Spans) == fits
+        assert torch.equal(found.dense(N, N).expand(2, 1, N, N), mask.dense(N, N).expand(2, 1, N, N))
+        assert (found is w.mask) != fits
+        assert plans.in_spans(w._replace(mask=mask), q, 4) is mask
+        band = w._replace(mask=tw.Causal())
+        assert plans.in_spans(band, q, 4) is band.mask
 
 
 def test_plans_that_no_gpus_have_run_are_chosen_there_by_name_alone(monkeypatch):

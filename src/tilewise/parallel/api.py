@@ -36,10 +36,10 @@ def attention(
     Args:
         q, k, v: this rank's rows, (B, m, H, D), (B, m, H_k, D) and (B, m, H_k, D_v), as `sharding.shard` cuts them.
         sharding: Contiguous, Zigzag, Striped or Balanced.
-        plan: "ulysses" swaps rows for heads; "gather" brings all keys to every rank; "halo" brings each rank, from
-            their owners, the keys that its rows see, at once, and "ring" owner by owner, while it computes;
-            Grid(ulysses, ring) does the first inside the last. None has the fastest chosen, by a model of costs; "halo"
-            on GPUs by name alone.
+        plan: "ulysses" swaps rows for heads; "gather" brings all keys to every rank; "ring" brings each rank, from
+            their owners, the keys that its rows see, while it computes; "halo" brings them all before it computes, in
+            one call; Grid(ulysses, ring) does the first inside the third. None has the fastest chosen, by a model of
+            costs; on GPUs never "halo", which has not run on several yet.
         options: those of `tilewise.attention`, but layout, origin and out_dtype. The mask is the whole's: Documents,
             Spans, Padding and Prefix hold the whole's numbers, on every rank. Dense and Bias hold this rank's rows,
             (..., m, N). Functions, and masks joined by `|` or `~`, get the whole's b, h, i and j; what they capture is

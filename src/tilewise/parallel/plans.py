@@ -188,7 +188,8 @@ def run(w: Work, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None
     inside = w.pieces[r * U : (r + 1) * U]
     k, v = spread_keys(k, v, H, U)
     q, k, v = Swap.apply(axis, inside, True, q, k, v)
-    mask = intersect(tuple([part.of_heads(heads) for part in w.mask.parts]))
+    mask = w.mask if isinstance(w.plan, Grid) else in_spans(w, q, H)
+    mask = intersect(tuple([part.of_heads(heads) for part in mask.parts]))
     score = tuple([one.of_heads(heads) for one in w.score])
     sink = None if w.sink is None else w.sink[heads]
     if isinstance(w.plan, Grid):
@@ -203,6 +204,20 @@ def run(w: Work, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None
         return o, None
     (lse,) = Swap.apply(axis, inside, False, lse.transpose(1, 2)[..., None])
     return o, lse[..., 0].transpose(1, 2)
+
+
+def in_spans(w: Work, q: Tensor, H: int) -> Mask:
+    """Return the whole's mask as Spans where its tensors are `fixed` and each row sees one interval of keys.
+
+    GPUs list the tiles of Documents in every call, and none of Spans. q: (B, N, ..., D), all rows; H: all heads.
+    """
+    captured, whole = [part for part in w.mask.parts if part.captures], ((0, w.N),)
+    if torch.compiler.is_compiling() or not captured or not all([part.held for part in captured]):
+        return w.mask
+    s = shards_of(None, "halo", w.N, (whole,), 0, 0, H, w.mask, (), {}, q, held(w.mask))
+    keys, blocks = s.pair(0, 0)
+    fits = keys == whole and len(blocks) == 1 and blocks[0].rows == slice(0, w.N)
+    return blocks[0].mask or w.mask if fits else w.mask
 
 
 def with_keys(

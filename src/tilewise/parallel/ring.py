@@ -183,7 +183,7 @@ def gradients(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return the gradients of q, k, v, the sink and `s.learned`; None of a tensor that wants none."""
     kind, g = wide(q.dtype), Given(do, o, lse, dlse)
-    dq, (dk, dv) = None, (torch.zeros_like(t, dtype=kind) for t in (k, v))
+    dq, dk, dv = None, *(t.new_zeros(t.shape, dtype=kind) for t in (k, v))
     learned = [(torch.zeros_like(t, dtype=wide(t.dtype)), cuts) for t, cuts in s.learned if t.requires_grad]
     exchange = EXCHANGES[s.plan](s)
     for source, keys, parts in exchange.sources(k, v):
@@ -191,7 +191,7 @@ def gradients(
         exchange.give_back(source, parts.keys, grads, (dk, dv))
         del keys, grads  # before the next keys arrive
     exchange.finish((dk, dv))
-    dq = torch.zeros_like(q) if dq is None else dq
+    dq = q.new_zeros(q.shape) if dq is None else dq
     d_sink = None
     if sink is not None:
         delta = (do.to(kind) * o).sum(-1).transpose(1, 2)

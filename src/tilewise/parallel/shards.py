@@ -311,6 +311,6 @@ def added(total: Tensor | None, part: Tensor, at: slice, like: Tensor) -> Tensor
     if total is None:
         if part.shape == like.shape:
             return part
-        total = torch.zeros_like(like, dtype=part.dtype)
+        total = part.new_zeros(like.shape)
     total[:, at] += part
     return total
