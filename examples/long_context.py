@@ -79,7 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--plan", choices=("ring", "gather", "ulysses"))
+    parser.add_argument("--plan", choices=("ring", "gather", "halo", "ulysses"))
     given = parser.parse_args()
     on_gpu = torch.cuda.is_available()
     dist.init_process_group("nccl" if on_gpu else "gloo")

@@ -90,14 +90,16 @@ def table() -> str:
 def memory() -> str:
     """Return what a rank holds beside what one GPU holds for its share of the work, by plan, as the model has it."""
     lines = ["| plan | holds besides | GB |", "|---|---|---|"]
-    words = {
-        "ulysses": "q, k, v, o and do of its heads",
-        "ring": "two ranks' k and v; three times its rows of q in fp32",
-        "gather": "all k and v, twice their gradients in fp32; three times its rows of q in fp32",
-    }
-    for plan, what in words.items():
-        held = cost(plan, 1, Sizes(1 << 19, 8, HEADS, KEY_HEADS, HEAD_SIZE)).memory
-        lines.append(f'| "{plan}" | {what} | {held / 1e9:.1f} |')
+    seen, sizes = "k and v that its rows see, three times", Sizes(1 << 19, 8, HEADS, KEY_HEADS, HEAD_SIZE)
+    window = sizes._replace(most=8191 / (7 * (sizes.N // 8)))  # of keys that seven others hold
+    for plan, mask, x, what in (
+        ("ulysses", "", sizes, "q, k, v, o and do of its heads"),
+        ("ring", "", sizes, "two ranks' k and v; three times its rows of q in fp32"),
+        ("gather", "", sizes, "all k and v, twice their gradients in fp32; three times its rows of q in fp32"),
+        ("halo", ", a causal mask", sizes, f"{seen} their gradients in fp32; twice its rows of q in fp32"),
+        ("halo", ", a window of 8k", window, "the same, of fewer keys"),
+    ):
+        lines.append(f'| "{plan}"{mask} | {what} | {cost(plan, 1, x).memory / 1e9:.1f} |')
     return "\n".join(lines)
 
 

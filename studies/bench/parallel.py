@@ -2,11 +2,13 @@
 
     python -m torch.distributed.run --standalone --nproc-per-node gpu \\
         -m studies.bench.parallel --results benchmarks/results
+    python -m torch.distributed.run --standalone --nproc-per-node 2 -m studies.bench.parallel --quick   # on a CPU
 
 Each row: plan, sharding, mask, tokens, GPUs, milliseconds of forward and backward on the slowest rank, efficiency, and
-peak bytes of memory. On one GPU it measures what fp32 parts cost beside 16-bit ones. Rounds of plan and baseline
-alternate; medians count. It begins no case after --minutes, and keeps every row as soon as it is there. What misses a
-bar, or holds more than the model says, is named at the end.
+peak bytes of memory; and whether plan=None has this plan there. On one GPU it measures what fp32 parts cost beside
+16-bit ones. Rounds of plan and baseline alternate; medians count. It begins no case after --minutes, and keeps every
+row as soon as it is there. At the end it says which bars hold, and which ranks hold more than the model says. --quick
+rehearses all of it with gloo and short sequences, and keeps nothing.
 """
 
 import argparse
@@ -24,31 +26,45 @@ import torch.distributed as dist
 
 import tilewise as tw
 import tilewise.parallel as tp
-from tilewise.parallel.costs import Sizes, cost
+from tilewise.parallel.plans import NAMES
 
 from .results import file_of
 
-HEADS = ((32, 8), (64, 8))
-D = 128
+QUERY_HEADS, KEY_HEADS, D = (32, 64), 8, 128
 LENGTHS = tuple(1 << power for power in (16, 17, 18, 19))
-DEVICE = "cuda"
+WINDOW = 8192
 MASKS = ("causal", "documents", "window")
 ROUNDS, SECONDS = 5, 4.0
 """Rounds of a case, fewer if they would take longer than that."""
 BARS = {
-    "ulysses": (0.90, 0.95, 0.97, 0.98),
-    "gather": (0.80, 0.88, 0.93, 0.96),
-    "ring": (0.82, 0.90, 0.94, 0.97),
-    "documents": (0.80, 0.80, 0.88, 0.88),
-    "window": (0.85, 0.85, 0.85, 0.85),
+    (4, "causal"): (0.95, 0.95, 0.95, 0.95),
+    (4, "window"): (0.92, 0.92, 0.92, 0.92),
+    (4, "documents"): (0.92, 0.92, 0.92, 0.92),
+    (8, "causal"): (0.90, 0.95, 0.97, 0.98),
+    (8, "window"): (0.90, 0.90, 0.90, 0.90),
+    (8, "documents"): (0.90, 0.90, 0.90, 0.90),
+    (8, "causal, gather"): (0.80, 0.88, 0.93, 0.96),
+    (8, "causal, ring"): (0.82, 0.90, 0.94, 0.97),
 }
-"""Efficiencies to reach on 8 GPUs, by LENGTHS: of each plan with a causal mask, of the best plan with another."""
+"""Efficiencies to reach by GPUs and LENGTHS: of the best plan with a mask, or of the plan named beside it."""
+DEFAULT = 0.97
+"""Of the best plan's speed, what plan=None is to have on the same sharding."""
 BYTES = 40
 """About what a rank holds of each number of q: q, do, o and dq in two types, and parts of both."""
 
 
+def device() -> torch.device:
+    """Return this rank's, a GPU with NCCL."""
+    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+
+
 def milliseconds(run: Callable[[], Any]) -> float:
     """Return the time of one run on the current stream, that of the slowest rank."""
+    if device().type == "cpu":
+        slowest(0.0)
+        start = time.perf_counter()
+        run()
+        return slowest(1e3 * (time.perf_counter() - start))
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     slowest(0.0)  # all ranks begin together
     begin.record()
@@ -60,7 +76,7 @@ def milliseconds(run: Callable[[], Any]) -> float:
 
 def slowest(taken: float) -> float:
     """Return the largest number of all ranks, on each of them."""
-    found = torch.tensor([taken], dtype=torch.float64, device=DEVICE)
+    found = torch.tensor([taken], dtype=torch.float64, device=device())
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return float(found)
 
@@ -86,8 +102,16 @@ def both_passes(call: Callable[..., Any], *x: torch.Tensor) -> Callable[[], Any]
     return run
 
 
+def allocated() -> int:
+    """Return the bytes that are allocated on a GPU; 0 on a CPU, which counts none."""
+    return torch.cuda.memory_allocated() if device().type == "cuda" else 0
+
+
 def peak(run: Callable[[], Any], before: int) -> int:
     """Return the most bytes that are allocated in a run, beyond those before."""
+    if device().type == "cpu":
+        run()
+        return 0
     torch.cuda.reset_peak_memory_stats()
     run()
     torch.cuda.synchronize()
@@ -99,28 +123,32 @@ def mask_of(name: str, tokens: int) -> tw.Mask:
     if name == "causal":
         return tw.Causal()
     if name == "window":
-        return tw.Causal() & tw.Window(8191, 0)
+        return tw.Causal() & tw.Window(WINDOW - 1, 0)
     drawn = torch.randn(tokens // 512, generator=torch.Generator().manual_seed(0))
     ends = torch.exp(drawn * 1.5 + 8.0).long().clamp(64, tokens // 4).cumsum(0)
-    ids = torch.bucketize(torch.arange(tokens), ends, right=True)[None].to(DEVICE)
+    ids = torch.bucketize(torch.arange(tokens), ends, right=True)[None].to(device())
     return tp.fixed(tw.Causal() & tw.Documents(ids, ids))
 
 
-def rows(deadline: float, backend: str | None, masks: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    """Measure all cases of some masks, until the time has come."""
-    P, group, room = dist.get_world_size(), dist.group.WORLD, torch.cuda.get_device_properties(0).total_memory
-    for heads, tokens, name in product(HEADS, LENGTHS, masks):
-        if BYTES * tokens // P * heads[0] * D > 0.9 * room:
+def rows(
+    deadline: float, backend: str | None, masks: tuple[str, ...], tokens: tuple[int, ...], heads: tuple[int, ...]
+) -> Iterator[dict[str, Any]]:
+    """Measure all cases of some masks, lengths and numbers of query heads, until the time has come."""
+    P, group = dist.get_world_size(), dist.group.WORLD
+    room = torch.cuda.get_device_properties(0).total_memory if device().type == "cuda" else float("inf")
+    for H, N, name in product(heads, tokens, masks):
+        if BYTES * N // P * H * D > 0.9 * room:
             continue
-        mask = mask_of(name, tokens)
-        even = tp.Zigzag(group) if name == "causal" else tp.Contiguous(group)
-        cases: list[tuple[str, tp.Sharding]] = [("ulysses", tp.Contiguous(group)), ("ring", even), ("gather", even)]
-        cases += [("ring", tp.Balanced(group, mask, tokens, 1024))] if name == "documents" else []
-        common = {"mask": name, "tokens": tokens, "heads": heads, "gpus": P}
+        mask = mask_of(name, N)
+        dealt = tp.Balanced(group, mask, N, max(1, min(1024, N // 64))) if name == "documents" else tp.Zigzag(group)
+        first, second = (dealt, tp.Contiguous(group)) if name == "causal" else (tp.Contiguous(group), dealt)
+        cases: list[tuple[str, tp.Sharding]] = [(plan, first) for plan in NAMES]
+        cases += {"causal": [("ulysses", second)], "documents": [("ring", second), ("halo", second)]}.get(name, [])
+        common = {"mask": name, "tokens": N, "heads": (H, KEY_HEADS), "gpus": P}
         for plan, s in cases:
             if slowest(time.monotonic() - deadline) > 0:
                 return
-            yield common | of_plan(plan, s, mask, tokens, heads, backend)
+            yield common | of_plan(plan, s, mask, N, (H, KEY_HEADS), backend)
 
 
 def of_plan(
@@ -128,11 +156,11 @@ def of_plan(
 ) -> dict[str, Any]:
     """Measure a plan beside one GPU with its share of the heads of the whole sequence."""
     counts = (heads[0], heads[1], heads[1])
-    before = torch.cuda.memory_allocated()
+    before = allocated()
     share = [random(tokens, max(1, count // s.ranks)) for count in counts]
     base = both_passes(lambda q, k, v: tw.attention(q, k, v, mask=mask, backend=backend), *share)
     held = peak(base, before)
-    before = torch.cuda.memory_allocated()
+    before = allocated()
     own = [random(len(s.positions(tokens)), count) for count in counts]
     call = both_passes(
         lambda q, k, v: tp.attention(q, k, v, sharding=s, plan=plan, mask=mask, backend=backend),  # type: ignore[arg-type]
@@ -140,8 +168,10 @@ def of_plan(
     )
     most = peak(call, before)
     times = in_turns({"plan": call, "base": base})
+    explained = tp.explain(*own, sharding=s, mask=mask, backend=backend)  # type: ignore[arg-type]
     return {
         "plan": plan,
+        "by_default": explained.plan == plan,
         "sharding": type(s).__name__,
         "backend": backend,
         "milliseconds": times["plan"],
@@ -149,13 +179,13 @@ def of_plan(
         "efficiency": times["base"] / times["plan"],
         "peak_bytes": slowest(most),
         "peak_bytes_of_share": held,
-        "bytes_of_model": cost(plan, 1, Sizes(tokens, s.ranks, *heads, D)).memory,
+        "bytes_of_model": explained.costs[plan].memory,
     }
 
 
 def random(rows: int, heads: int) -> torch.Tensor:
     """Return a bf16 operand of a batch of one."""
-    return torch.randn(1, rows, heads, D, device=DEVICE, dtype=torch.bfloat16)
+    return torch.randn(1, rows, heads, D, device=device(), dtype=torch.bfloat16)
 
 
 def parts() -> Iterator[dict[str, Any]]:
@@ -173,22 +203,59 @@ def parts() -> Iterator[dict[str, Any]]:
         yield {"plan": name, "tokens": 8192, "gpus": 1, "milliseconds": taken}
 
 
-def below(rows: list[dict[str, Any]]) -> list[str]:
-    """Return what misses its bar, of rows of 8 GPUs, and which ranks hold more than the model says."""
-    best: dict[tuple[Any, ...], float] = {}
-    missed = []
-    for row in (row for row in rows if row["gpus"] > 1):
-        name = row["plan"] if row["mask"] == "causal" else row["mask"]
-        at = name, row["tokens"], tuple(row["heads"]), row["gpus"]
-        best[at] = max(best.get(at, 0.0), row["efficiency"])
-        if row["peak_bytes"] > row["peak_bytes_of_share"] + 1.01 * row["bytes_of_model"]:
-            missed.append(
-                f"{row['plan']} {at} holds {row['peak_bytes'] - row['peak_bytes_of_share']:.3g} bytes besides"
+def verdicts(rows: list[dict[str, Any]]) -> list[str]:
+    """Return a line for each bar, "held" or "missed", and for each row whose ranks hold more than the model says."""
+    several = [row for row in rows if row["gpus"] > 1]
+    lines = [line for plan in (None, *NAMES) for line in _of_bars(several, plan)]
+    lines += _of_defaults([row for row in several if "by_default" in row])
+    for row in several:
+        besides, model = row["peak_bytes"] - row["peak_bytes_of_share"], row["bytes_of_model"]
+        if besides > 1.01 * model:
+            lines.append(f"missed  {row['plan']} holds {besides:.3g} bytes besides, the model says {model:.3g}: {row}")
+    return lines
+
+
+def _of_bars(rows: list[dict[str, Any]], plan: str | None) -> Iterator[str]:
+    """Yield a line for each bar of a plan, or of the best one if that is None."""
+    for (mask, gpus, tokens, heads), some in alike(rows, "mask", "gpus", "tokens", "heads").items():
+        best = max((row for row in some if plan in (None, row["plan"])), key=efficiency, default=None)
+        bars = BARS.get((gpus, f"{mask}, {plan}" if plan else mask))
+        if best and bars and tokens in LENGTHS:
+            bar = bars[LENGTHS.index(tokens)]
+            what = f"{mask} {tokens} {heads} on {gpus}: {best['plan']} has {efficiency(best):.3f} of ideal"
+            yield verdict(f"{what}, the bar is {bar}", efficiency(best) >= bar)
+
+
+def _of_defaults(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield a line for each sharding of a case: whether plan=None, if measured, has one as fast as the best."""
+    for (mask, sharding, gpus, *at), some in alike(rows, "mask", "sharding", "gpus", "tokens", "heads").items():
+        best = max(some, key=efficiency)
+        for chosen in (row for row in some if row["by_default"]):
+            share, case = (
+                efficiency(chosen) / efficiency(best),
+                f"{mask} {' '.join(map(str, at))} on {gpus}, {sharding}",
             )
-    for (name, tokens, heads, gpus), found in best.items():
-        if gpus == 8 and found < (bar := BARS[name][LENGTHS.index(tokens)]):
-            missed.append(f"{name} {tokens} {heads}: {found:.3f} of ideal, below {bar}")
-    return missed
+            what = f"{case}: plan=None has {chosen['plan']}, {share:.3f} of the best, {best['plan']}"
+            yield verdict(f"{what}, the bar is {DEFAULT}", share >= DEFAULT)
+
+
+def alike(rows: list[dict[str, Any]], *names: str) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
+    """Return the rows by what they have of some names."""
+    found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        at = tuple(tuple(row[name]) if name == "heads" else row[name] for name in names)
+        found.setdefault(at, []).append(row)
+    return found
+
+
+def efficiency(row: dict[str, Any]) -> float:
+    """Return the share of ideal speed."""
+    return row["efficiency"]
+
+
+def verdict(what: str, holds: bool) -> str:
+    """Return a line of the table."""
+    return f"{'held' if holds else 'missed':<8}{what}"
 
 
 def fitted(folder: Path) -> None:
@@ -207,29 +274,50 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--minutes", type=float, default=4.0)
     parser.add_argument("--backend", help="the kernels of all calls; left out, tilewise chooses")
-    parser.add_argument("--mask", choices=MASKS, help="measure this one alone; other rows of the file stay")
+    parser.add_argument("--mask", choices=MASKS, help="measure this one alone; all")
+    parser.add_argument("--tokens", type=int, nargs="+", choices=[n >> 10 for n in LENGTHS], help="in thousands; all")
+    parser.add_argument("--heads", type=int, nargs="+", choices=QUERY_HEADS, help="of queries, over 8 of keys; all")
     parser.add_argument("--fit", action="store_true", help="measure nothing; fit the model to the rows of --results")
+    parser.add_argument("--quick", action="store_true", help="rehearse on a CPU with gloo; keep nothing")
     given = parser.parse_args()
     if given.fit:
         fitted(given.results)
         return
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl")
+    if given.quick:
+        rehearse()
+    else:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("gloo" if given.quick else "nccl")
     deadline = time.monotonic() + 60 * given.minutes
-    path = file_of(given.results, torch.cuda.get_device_name(), f"parallel-x{dist.get_world_size()}.json")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    found: list[dict[str, Any]] = []
-    if given.mask and path.exists():
-        found = [row for row in json.loads(path.read_text()) if row.get("mask") != given.mask]
-    masks = (given.mask,) if given.mask else MASKS
-    for row in rows(deadline, given.backend, masks) if dist.get_world_size() > 1 else parts():
+    tokens = tuple(n << 10 for n in given.tokens) if given.tokens else LENGTHS
+    heads, masks = tuple(given.heads or QUERY_HEADS), (given.mask,) if given.mask else MASKS
+    path, found = None, []
+    if not given.quick:
+        path = file_of(given.results, torch.cuda.get_device_name(), f"parallel-x{dist.get_world_size()}.json")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        found = others(path, masks, tokens, heads)
+    for row in rows(deadline, given.backend, masks, tokens, heads) if dist.get_world_size() > 1 else parts():
         found.append(row)
         if dist.get_rank() == 0:
-            path.write_text("[\n" + ",\n".join(json.dumps(one) for one in found) + "\n]\n")
+            if path:
+                path.write_text("[\n" + ",\n".join(json.dumps(one) for one in found) + "\n]\n")
             print(json.dumps(row), flush=True)
     if dist.get_rank() == 0:
-        print("\n".join(below(found)) or "no bar is missed")
+        print("\n".join(verdicts(found)))
     dist.destroy_process_group()
+
+
+def others(path: Path, masks: tuple[str, ...], tokens: tuple[int, ...], heads: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Return the rows of a file that are not measured now; none where all are, or on one GPU."""
+    kept = json.loads(path.read_text()) if path.exists() and dist.get_world_size() > 1 else []
+    now = set(product(masks, tokens, heads))
+    return [row for row in kept if (row["mask"], row["tokens"], row["heads"][0]) not in now]
+
+
+def rehearse() -> None:
+    """Make all sizes those of a CPU."""
+    sizes = {"QUERY_HEADS": (4,), "KEY_HEADS": 2, "D": 16, "LENGTHS": (1 << 10, 1 << 11), "WINDOW": 128, "ROUNDS": 1}
+    globals().update(sizes)
 
 
 if __name__ == "__main__":

@@ -7,12 +7,13 @@ import torch.multiprocessing as mp
 
 import tilewise as tw
 import tilewise.parallel as tp
+from tilewise.parallel.shards import READING
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="messages between GPUs and kernels need GPUs")
 
 COUNTS = [count for count in (2, 4, 8) if count <= torch.cuda.device_count()]
 B, N, H, H_K, D = 1, 4096, 8, 8, 128
-PLANS = ("ulysses", "gather", "ring")
+PLANS = ("ulysses", "gather", "ring", "halo")
 
 
 def masks(device):
@@ -21,6 +22,7 @@ def masks(device):
         "causal": tw.Causal(),
         "window": tw.Causal() & tw.Window(511, 0),
         "documents": tw.Causal() & tw.Documents(ids, ids),
+        "fixed documents": tp.fixed(tw.Causal() & tw.Documents(ids, ids)),
     }
 
 
@@ -60,7 +62,7 @@ def rank_main(rank, count, folder, backend):
         mine = tp.attention(*s.shard(x), sharding=s, plan=plan, mask=tw.Causal(), **given)
         close(mine, s.shard(dropped), f"{plan} dropout")
         ids = (torch.arange(N, device=device) // (700 + rank))[None]
-        for other in (tw.Window(300 + rank, 0), tw.Documents(ids, ids) if plan == "ring" else tw.Window(1, rank)):
+        for other in (tw.Window(300 + rank, 0), tw.Documents(ids, ids) if plan in READING else tw.Window(1, rank)):
             with pytest.raises(ValueError, match="must be alike on every rank"):
                 tp.attention(*s.shard(x), sharding=s, plan=plan, mask=other)
         with pytest.raises(TypeError if rank else ValueError, match=r"scale must be|possible on every rank"):

@@ -51,7 +51,7 @@ def one_row_of_a_bias_or_a_dense_mask_is_the_ranks_own(rank):
         for length in (2, 3):
             s = tp.Contiguous(everyone(), length)
             refused(s, "ulysses", kind, f"{kind.capitalize()} has .*row")
-            for plan in ("ring", "gather", None):
+            for plan in ("ring", "gather", "halo", None):
                 check(s, plan, kind)
 
 
@@ -77,7 +77,7 @@ def differ(words, call):
     )  # fmt: skip
 
 
-PLANS = ("ring", "gather", "ulysses")
+PLANS = ("ring", "gather", "halo", "ulysses")
 
 
 @pair
@@ -257,7 +257,7 @@ class First(tw.Mask):
 def a_mask_that_cannot_be_cut_is_refused_where_it_would_have_to_be(rank):
     s = tp.Contiguous(everyone())
     q = operands(s)[0]
-    for plan in ("ring", "gather"):
+    for plan in ("ring", "gather", "halo"):
         with pytest.raises(tw.Unsupported, match="it knows no way to cut First to some rows and keys"):
             tp.attention(q, q, q, sharding=s, plan=plan, mask=First(3))
 

@@ -119,6 +119,9 @@ def a_fixed_mask_is_read_once_and_later_writes_do_not_reach_it(rank):
         for layer in (mask, mask & tw.Window(N, 0), tp.fixed(mask)):
             check(s, layer, true)
         assert not [part for part in read if part.captures]
+        for plan in ("gather", "halo", "ulysses"):
+            check(s, mask, true, plan)
+        assert not [part for part in read if part.captures]
         check(s, documents(ids), ids)
         assert len([part for part in read if part.captures]) == 1  # the backward has what the forward read
     finally:
@@ -130,7 +133,7 @@ def ids_written_between_forward_and_backward_are_an_error(rank):
     _, ids = batch()
     s = tp.Contiguous(everyone())
     q = s.shard(tensors(4, 2)[0]).clone().requires_grad_()
-    for plan in ("ring", "gather", "ulysses"):
+    for plan in ("ring", "gather", "halo", "ulysses"):
         o = tp.attention(q, q, q, sharding=s, plan=plan, mask=documents(ids))
         ids.zero_()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):

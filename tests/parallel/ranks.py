@@ -100,7 +100,7 @@ def masks(length=N):
 def plans(chunk=4):
     """Every plan with every sharding, whose chunks are of so many rows."""
     group, packed = everyone(), tw.Causal() & tw.Documents(ids(), ids())
-    for plan, on in (("ring", group), ("gather", group), ("ulysses", group), (tp.Grid(2, 2), MESH[0])):
+    for plan, on in (("ring", group), ("gather", group), ("halo", group), ("ulysses", group), (tp.Grid(2, 2), MESH[0])):
         for s in (tp.Zigzag(on), tp.Contiguous(on), tp.Striped(on, chunk), tp.Balanced(on, packed, N, chunk)):
             yield plan, s
 
@@ -163,8 +163,8 @@ def every_plan_sharding_mask_heads_and_type(rank):
         rows = [(name, KINDS[(n + m) % 6]) for m, name in enumerate(masks())]
         check_all([results(plan, s, name, *heads, dtype) for name, (heads, dtype) in rows])
         met += [(n, *row) for row in rows]
-    assert len({(n, name) for n, name, _ in met}) == 16 * 11
-    assert len({(n, kind) for n, _, kind in met}) == 16 * len(KINDS)
+    assert len({(n, name) for n, name, _ in met}) == 20 * 11
+    assert len({(n, kind) for n, _, kind in met}) == 20 * len(KINDS)
     assert len({(name, kind) for _, name, kind in met}) == 11 * len(KINDS)
 
 
@@ -200,16 +200,16 @@ def uneven(on, length=61):
 def pieces_of_several_sizes_on_two_and_three_ranks(rank):
     checked = 0
     for size in (2, 3):
-        for plan in ("ring", "gather", "ulysses") if rank < size else ():
+        for plan in ("ring", "gather", "halo", "ulysses") if rank < size else ():
             for s in uneven(GROUPS[size]):
                 check_uneven(plan, s)
                 checked += 1
-    assert checked == 9 * ((rank < 2) + (rank < 3))
+    assert checked == 12 * ((rank < 2) + (rank < 3))
 
 
 @partial(case, spawn="six")
 def pieces_of_several_sizes_on_six_ranks(rank):
-    whole = [(plan, everyone()) for plan in ("ring", "gather", "ulysses")]
+    whole = [(plan, everyone()) for plan in ("ring", "gather", "halo", "ulysses")]
     grids = [(tp.Grid(u, r), init_device_mesh("cpu", (r, u))) for u, r in ((2, 3), (3, 2), (6, 1))]
     for plan, on in whole + grids:
         for s in uneven(on):
@@ -227,7 +227,7 @@ def rows_of_biases_and_dense_masks_are_the_ranks_own(rank):
     o_t, _ = reference.attention(q, k, v, mask=mask, score=scores)
     true = reference.gradients(q, k, v, do, mask=mask, score=scores)
     for plan, s in plans():
-        if plan not in ("ring", "gather"):
+        if plan not in ("ring", "gather", "halo"):
             continue  # the others refuse rows of their own
         own = [t.clone().requires_grad_() for t in s.shard((q, k, v))]
         rows, same = s.shard(bias, 2).requires_grad_(), alike.clone().requires_grad_()
@@ -249,14 +249,14 @@ def rows_of_biases_and_dense_masks_are_the_ranks_own(rank):
 
 
 @case
-def ulysses_is_one_device_bit_by_bit_and_gather_in_o(rank):
+def ulysses_is_one_device_bit_by_bit_and_gather_and_halo_in_o(rank):
     group, bf16, length = everyone(), torch.bfloat16, 2048
     tiled = tw.Causal() & tw.Window(length, 0)  # torch's fused kernel, which takes Causal alone, sums in another order
     calls = [
         ("ulysses", tp.Contiguous(group), torch.float32, tw.Causal(), N),
         ("ulysses", tp.Zigzag(group), bf16, tiled, N),
     ]
-    calls.append(("gather", tp.Zigzag(group), bf16, tw.Causal(), length))  # bf16 never takes that kernel
+    calls += [(plan, tp.Zigzag(group), bf16, tw.Causal(), length) for plan in ("gather", "halo")]  # bf16 never takes it
     alike = []
     for plan, s, dtype, mask, size in calls:
         whole = [t.clone().to(dtype).requires_grad_() for t in tensors(8, 4, size)[:3]]
@@ -279,20 +279,36 @@ def bytes_are_what_the_mask_needs_and_windows_talk_to_neighbours(rank):
         for name in ("causal", "window", "documents", "documents window", "spans"):
             mask = masks()[name]
             pieces = s.pieces(N)
-            with tp.count_bytes() as sent:
-                tp.attention(*s.shard((q, k, v)), sharding=s, plan="ring", mask=mask)
             seen = mask.dense(N, N).expand(B, 1, N, N).any(0)[0]
-            for to in range(RANKS):
-                rows = torch.cat([torch.arange(a, b) for a, b in pieces[to]])
-                needed = 0
-                for a, b in pieces[rank]:
-                    hit = seen[rows, a:b].any(0).nonzero()
-                    hull = seen[rows][:, a:b]
-                    needed += int(hit.max() - hit.min()) + 1 if hull.any() else 0
-                expected = needed * B * 2 * 2 * D * 8 if to != rank else 0
-                assert sent[to] == expected, (type(s).__name__, name, rank, to, sent[to], expected)
-            if name == "window" and isinstance(s, tp.Contiguous):
-                assert set(sent) <= {rank + 1}
+            for plan, needs in (("ring", hulls_of_keys), ("halo", hulls_of_rows)):
+                with tp.count_bytes() as sent:
+                    tp.attention(*s.shard((q, k, v)), sharding=s, plan=plan, mask=mask)
+                for to in range(RANKS):
+                    needed = int(needs(seen, pieces[to], pieces[rank]).sum()) if to != rank else 0
+                    assert sent[to] == needed * B * 2 * 2 * D * 8, (plan, type(s).__name__, name, rank, to)
+                if name == "window" and isinstance(s, tp.Contiguous):
+                    assert set(+sent) <= {rank + 1}
+
+
+def hulls_of_keys(seen, rows, keys):
+    """Which keys "ring" sends: of each piece what lies between the first and the last that some row sees."""
+    needed = torch.zeros(N, dtype=torch.bool)
+    at = torch.cat([torch.arange(a, b) for a, b in rows])
+    for a, b in keys:
+        if len(hit := seen[at, a:b].any(0).nonzero()):
+            needed[a + int(hit.min()) : a + int(hit.max()) + 1] = True
+    return needed
+
+
+def hulls_of_rows(seen, rows, keys):
+    """Which keys "halo" sends: those of the rank between the first and the last that a piece of rows sees."""
+    needed, own = torch.zeros(2, N, dtype=torch.bool)
+    for a, b in rows:
+        if len(hit := seen[a:b].any(0).nonzero()):
+            needed[int(hit.min()) : int(hit.max()) + 1] = True
+    for a, b in keys:
+        own[a:b] = True
+    return needed & own
 
 
 @case
@@ -304,16 +320,13 @@ def random_masks_never_wait_for_ever(rank):
         own = torch.randint(0, 9, (B, N), generator=g)
         mask = (tw.Spans(lo, hi), tw.Documents(own, own), tw.Window(int(lo[0, 3]), int(hi[0, 5])))[int(own[0, 0]) % 3]
         s = (tp.Contiguous(group), tp.Zigzag(group), tp.Striped(group, 2))[int(own[0, 1]) % 3]
-        x = [t.clone().requires_grad_() for t in s.shard((q, k, v))]
-        o = tp.attention(*x, sharding=s, plan="ring", mask=mask)
-        o.backward(s.shard(do))
-        close(
-            o,
-            s.shard(reference.attention(q, k, v, mask=mask)[0]),
-            1e-12,
-            str(mask.plain if hasattr(mask, "plain") else ""),
-        )
-        close(x[1].grad, s.shard(reference.gradients(q, k, v, do, mask=mask).k), 1e-12, "dk")
+        true, gradient = reference.attention(q, k, v, mask=mask)[0], reference.gradients(q, k, v, do, mask=mask).k
+        for plan in ("ring", "halo"):
+            x = [t.clone().requires_grad_() for t in s.shard((q, k, v))]
+            o = tp.attention(*x, sharding=s, plan=plan, mask=mask)
+            o.backward(s.shard(do))
+            close(o, s.shard(true), 1e-12, f"{plan} {mask}")
+            close(x[1].grad, s.shard(gradient), 1e-12, f"{plan} dk")
 
 
 @case
@@ -389,19 +402,23 @@ def check_graph(plan, s):
 @case
 def every_plan_agrees_under_checkpoints_and_compiles_in_one_graph(rank):
     check_graph(tp.Grid(2, 2), tp.Contiguous(MESH[0]))  # has a ring
-    plan = "gather" if rank < 2 else "ulysses"  # tracing takes seconds, so a pair of ranks does each
+    plan = "halo" if rank < 2 else "ulysses"  # tracing takes seconds, so a pair of ranks does each
     check_graph(plan, tp.Zigzag(MESH[0].get_group(1)))
 
 
 @partial(case, spawn="models")
 def a_graph_is_made_again_for_another_length(rank):
     s = tp.Zigzag(everyone())
-    compiled = torch.compile(
-        lambda q: tp.attention(q, q, q, sharding=s, plan="gather"), fullgraph=True, backend="eager"
-    )
-    for length in (N, 2 * N):
-        q, *_ = tensors(4, 4, length)
-        close(compiled(s.shard(q)), s.shard(reference.attention(q, q, q)[0]), 1e-12, f"{length} rows")
+    for plan in ("gather", None):
+
+        def call(q, plan=plan):
+            return tp.attention(q, q, q, sharding=s, plan=plan, mask=tw.Causal() & tw.Window(9, 0))
+
+        compiled = torch.compile(call, fullgraph=True, backend="eager")
+        for length in (N, 2 * N):
+            q, *_ = tensors(4, 4, length)
+            true = reference.attention(q, q, q, mask=tw.Window(9, 0) & tw.Causal())[0]
+            close(compiled(s.shard(q)), s.shard(true), 1e-12, f"{length} rows, {plan}")
 
 
 @case
@@ -439,7 +456,7 @@ def explain_shows_costs_work_and_refusals(rank):
     s = tp.Zigzag(everyone())
     q = torch.zeros(1, N // RANKS, 6, D)
     found = tp.explain(q, q, q, sharding=s, mask=tw.Causal())
-    assert set(found.costs) == {"gather", "ring"}
+    assert set(found.costs) == {"gather", "ring", "halo"}
     assert found.plan in found.costs
     assert any("do not divide" in reason for reason in found.refusals["ulysses"])
     assert found.work == [found.work[0]] * RANKS

@@ -8,11 +8,12 @@ import torch
 
 import tilewise as tw
 from tilewise.attention import reference
+from tilewise.parallel import Explanation, fixed, plans
 from tilewise.parallel.costs import Cluster, Cost, Sizes, cost, current, fit
 from tilewise.parallel.pieces import join, length
 from tilewise.parallel.plans import choose
 from tilewise.parallel.reach import reach_of
-from tilewise.parallel.shardings import deal
+from tilewise.parallel.shardings import Balanced, deal
 from tilewise.parallel.shards import Given, Shards, backward_parts, forward_parts
 
 
@@ -52,10 +53,17 @@ def test_calls_cover_what_a_mask_shows_once_and_nothing_else(seed):
     pieces = tuple(join(runs[x] for x in sorted(order[r::2])) for r in range(2))
     options = {"dropout": 0.5} if draw(2) else {}
     s = Shards(pieces, 0, reach_of(mask, N), mask, (), options)
+    for sources in (range(2), (None,)):
+        seen = counted(s, sources, N)
+        assert torch.equal(seen, mask.dense(N, N).reshape(-1, N, N)[0].int().expand(N, N)), mask
+
+
+def counted(s, sources, N):
+    """How often calls with the keys of some ranks, or at once with all that rows see, show each entry of P."""
     seen = torch.zeros(N, N, dtype=torch.int)
     for to in range(2):
-        rows = torch.cat([torch.arange(*p) for p in pieces[to]])
-        for source in range(2):
+        rows = torch.cat([torch.arange(*p) for p in s.pieces[to]])
+        for source in sources:
             parts = s.pair(to, source)
             columns = torch.cat([torch.arange(*p) for p in parts.keys]) if parts.keys else rows[:0]
             for v in parts.blocks:
@@ -68,7 +76,9 @@ def test_calls_cover_what_a_mask_shows_once_and_nothing_else(seed):
                     dense = dense & part.dense(M, n)
                 box = dense.reshape(M, n).int()
                 seen[rows[v.rows][:, None], columns[v.keys][None, :]] += box
-    assert torch.equal(seen, mask.dense(N, N).reshape(-1, N, N)[0].int().expand(N, N)), mask
+            if source is None:
+                assert all(a.rows.stop <= b.rows.start for a, b in pairwise(parts.blocks)), "a row is in two calls"
+    return seen
 
 
 def test_rows_that_see_nothing_between_others_ask_for_no_keys():
@@ -108,14 +118,13 @@ def test_errors_of_bf16_do_not_grow_with_the_number_of_parts():
                 )
                 forward_parts(s, (o[:, a:b], lse[:, :, a:b]), q[:, a:b], keys, parts)
         rounded = o.bfloat16()
-        delta = (do.float() * rounded).sum(-1).transpose(1, 2)
         sums = [torch.zeros(1, N, H, D) for _ in range(3)]
         for r, ((a, b),) in enumerate(pieces):
-            own = Given(do[:, a:b], rounded[:, a:b], lse[:, :, a:b], delta[:, :, a:b])
+            own = Given(do[:, a:b], rounded[:, a:b], lse[:, :, a:b], None)
             for source in range(count):
                 parts = s.pair(r, source)
                 for x, y in parts.keys:
-                    found = backward_parts(s, own, q[:, a:b], (k[:, x:y], v[:, x:y]), parts, sums[0][:, a:b], {})
+                    found = backward_parts(s, own, q[:, a:b], (k[:, x:y], v[:, x:y]), parts, sums[0][:, a:b], {})[1]
                     for total, part in zip(sums[1:], found, strict=True):
                         total[:, x:y] += part
         errors[count] = [rms(t.bfloat16(), x) for t, x in zip((o, *sums), true, strict=True)]
@@ -146,6 +155,45 @@ def test_the_model_prefers_ulysses_in_a_node_and_the_ring_for_narrow_windows():
     assert grid.seconds < cost("ring", 1, wide).seconds
     narrow = wide._replace(visible=0.01, fetched=0.01)
     assert cost("ring", 1, narrow).received < 0.05 * cost("gather", 1, narrow).received
+
+
+def test_the_model_prefers_halo_for_windows_and_not_where_all_keys_travel():
+    visible, balance, most, calls = 0.117, 1.07, 1 / 6, 1
+    window = Sizes(1 << 16, 4, 32, 8, 128, 2, visible, 1.5 * visible, most, calls, balance)
+    others = [cost(plan, 1, window) for plan in ("ulysses", "gather", "ring")]
+    assert cost("halo", 1, window).seconds < min(one.seconds for one in others)
+    assert cost("halo", 1, window).received == most * cost("gather", 1, window).received
+    causal = Sizes(1 << 16, 4, 32, 8, 128)
+    assert cost("halo", 1, causal).seconds == cost("gather", 1, causal).seconds > cost("ring", 1, causal).seconds
+
+
+def test_ulysses_has_spans_of_fixed_documents():
+    """They are as the documents are; what is not fixed, or no interval a row, stays as it is."""
+    N, q = 96, torch.zeros(2, 96, 2, 8)
+    sorted_ids, mixed = ((torch.arange(N) // 30)[None].repeat(2, 1) % m for m in (9, 2))
+    sorted_ids[1, 40:] += 1
+    for ids, fits in ((sorted_ids, True), (mixed, False)):
+        mask = tw.Causal() & tw.Documents(ids, ids)
+        w = plans.Work(None, N, (), fixed(mask), (), None, False, {})  # type: ignore[arg-type]
+        found = plans.in_spans(w, q, 4)
+        assert isinstance(found, tw.Spans) == fits
+        assert torch.equal(found.dense(N, N).expand(2, 1, N, N), mask.dense(N, N).expand(2, 1, N, N))
+        assert (found is w.mask) != fits
+        assert plans.in_spans(w._replace(mask=mask), q, 4) is mask
+        band = w._replace(mask=tw.Causal())
+        assert plans.in_spans(band, q, 4) is band.mask
+
+
+def test_plans_that_no_gpus_have_run_are_chosen_there_by_name_alone(monkeypatch):
+    monkeypatch.setattr(plans, "memory_limit", lambda device: 16e9)
+    costs = {plan: Cost(seconds, 0.0, 0.0, 1e9) for plan, seconds in (("halo", 1.0), ("ring", 2.0))}
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert plans.by_default(costs, cpu) == "halo"
+    for names, plan, words in ((("halo",), "ring", "by name alone"), ((), "halo", "chosen")):
+        monkeypatch.setattr(plans, "BY_NAME", names)
+        assert plans.by_default(costs, gpu) == plan
+        explained = Explanation(plan, costs, {}, [], by_name=plans.only_by_name(gpu))
+        assert [line for line in str(explained).splitlines() if line.startswith("halo") and line.endswith(words)]
 
 
 def test_the_fastest_plan_under_the_limit_of_memory_is_chosen():
@@ -188,3 +236,20 @@ def test_the_model_is_fitted_to_what_was_measured(tmp_path, monkeypatch):
         monkeypatch.setenv("TILEWISE_CLUSTER", str(other))
         with pytest.raises(ValueError, match="must name a JSON file"):
             current()
+
+
+def test_halo_makes_one_call_of_a_window_and_of_documents():
+    """Keys lie in one piece, those before a rank's own; dealt-out chunks of documents are one call of Spans."""
+    N, ranks = 512, 4
+    window, ids = tw.Causal() & tw.Window(47, 0), (torch.arange(N) // 90)[None]
+    documents = tw.Causal() & tw.Documents(ids, ids)
+    runs = tuple(((r * 128, r * 128 + 128),) for r in range(ranks))
+    dealt = Balanced(None, documents, N, 16).cut(N, ranks)
+    for mask, pieces in ((window, runs), (documents, runs), (documents, dealt)):
+        s = Shards(pieces, 0, reach_of(mask, N), mask, (), {})
+        for r in range(ranks):
+            assert len(s.pair(r, None).blocks) == 1
+    s = Shards(runs, 0, reach_of(window, N), window, (), {})
+    assert [s.pair(r, None).keys for r in range(ranks)] == [((max(0, a - 47), b),) for ((a, b),) in runs]
+    dropped = Shards(runs, 0, reach_of(window, N), window, (), {"dropout": 0.5})
+    assert dropped.pair(2, None).keys == ((192, 384),)  # a multiple of what kernels draw together

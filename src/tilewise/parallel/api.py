@@ -21,7 +21,7 @@ from .agree import Facts, agreed, together
 from .check import check_call, facts_of, same_seed
 from .costs import VARIABLE, Cluster, Cost, current
 from .held import checked
-from .plans import NAMES, Grid, Plan, Work, candidates, choose, costs_of, memory_limit, needs_numbers, refusals, run
+from .plans import NAMES, Grid, Plan, Work, by_default, candidates, costs_of, needs_numbers, only_by_name, refusals, run
 from .reach import reach_of
 from .shardings import Sharding, refuse_sharding
 
@@ -37,13 +37,14 @@ def attention(
         q, k, v: this rank's rows, (B, m, H, D), (B, m, H_k, D) and (B, m, H_k, D_v), as `sharding.shard` cuts them.
         sharding: Contiguous, Zigzag, Striped or Balanced.
         plan: "ulysses" swaps rows for heads; "gather" brings all keys to every rank; "ring" brings each rank, from
-            their owners, the keys that its rows see; Grid(ulysses, ring) does the first inside the second. None has
-            the fastest chosen, by a model of costs.
+            their owners, the keys that its rows see, while it computes; "halo" brings them all before it computes, in
+            one call; Grid(ulysses, ring) does the first inside the third. None has the fastest chosen, by a model of
+            costs; on GPUs never "halo", which has not run on several yet.
         options: those of `tilewise.attention`, but layout, origin and out_dtype. The mask is the whole's: Documents,
             Spans, Padding and Prefix hold the whole's numbers, on every rank. Dense and Bias hold this rank's rows,
             (..., m, N). Functions, and masks joined by `|` or `~`, get the whole's b, h, i and j; what they capture is
-            the whole's. A seed that is None is drawn by the first rank. "ring" and Grid read a mask's tensors in each
-            call, unless it is `fixed`.
+            the whole's. A seed that is None is drawn by the first rank. "ring", "halo" and Grid read a mask's tensors
+            in each call, unless it is `fixed`.
 
     Returns:
         o (B, m, H, D_v) of this rank's rows, as if one device had computed the whole; with return_lse, (o, lse).
@@ -84,12 +85,14 @@ class Explanation:
     work: list[float]
     source: str = "guesses, not measured"
     """Where the model's numbers come from."""
+    by_name: tuple[Plan, ...] = ()
+    """Plans that this device has by name alone: no GPUs have run them together."""
 
     def __str__(self) -> str:
         head = f"{'plan':<28}{'seconds':>10}{'exposed':>10}{'GB received':>13}{'GB held':>9}"
         lines = [f"{head}   (a model, by {self.source})"]
         for plan, one in self.costs.items():
-            chosen = "  chosen" if plan == self.plan else ""
+            chosen = "  chosen" if plan == self.plan else "  by name alone" if plan in self.by_name else ""
             numbers = f"{one.seconds:>10.2e}{one.exposed:>10.1e}{one.received / 1e9:>13.3f}{one.memory / 1e9:>9.3f}"
             lines.append(f"{plan!s:<28}{numbers}{chosen}")
         lines += [f"{plan!s:<28}refuses: {'; '.join(why)}" for plan, why in self.refusals.items() if why]
@@ -125,7 +128,7 @@ def explain(
     costs = costs_of(w, q, k, cluster or current())
     against = {plan: refusals(plan, w, q.shape[2]) for plan in candidates(w)}
     work = reach_of(w.mask, w.N, *q.shape[::2]).work(w.pieces)
-    return Explanation(choose(costs, memory_limit(q.device)), costs, against, work, source)
+    return Explanation(by_default(costs, q.device), costs, against, work, source, only_by_name(q.device))
 
 
 @contextmanager
@@ -165,7 +168,7 @@ def _prepared(
     if kind is not None:
         q, k, v = (cast(t, kind) for t in (q, k, v))
     if plan is None:
-        plan = choose(costs_of(w, q, k, current()), memory_limit(q.device))
+        plan = by_default(costs_of(w, q, k, current()), q.device)
     elif not isinstance(plan, Grid) and plan not in NAMES:
         raise ValueError(
             f"plan must be None, Grid(...) or one of {', '.join(NAMES)}, got {plan!r}; leave it out to have one chosen"

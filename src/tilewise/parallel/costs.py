@@ -46,6 +46,10 @@ class Sizes(NamedTuple):
     """The part of P that the mask shows, and that is computed."""
     fetched: float = 0.75
     """The part of the others' keys that a rank needs, the mean over ranks."""
+    most: float = 1.0
+    """The most that a rank needs of the others' keys."""
+    calls: int = 2
+    """In which a rank computes its rows, where all their keys are there at once."""
     balance: float = 1.0
     """The most work of a rank, of the mean, where each computes its own rows."""
 
@@ -61,7 +65,7 @@ class Cost(NamedTuple):
 
 
 def cost(plan: str, inner: int, x: Sizes, c: Cluster = Cluster()) -> Cost:  # noqa: B008, a value
-    """Return the cost of "ulysses", "ring" or "gather"; with inner > 1, of "ring" over Ulysses in groups of `inner`."""
+    """Return the cost of a plan by name; with inner > 1, of "ring" over Ulysses in groups of `inner`."""
     U = x.ranks if plan == "ulysses" else inner
     R = x.ranks // U
     h, h_k = x.H // U, max(1, x.H_k // U)
@@ -75,20 +79,25 @@ def cost(plan: str, inner: int, x: Sizes, c: Cluster = Cluster()) -> Cost:  # no
     speed, start = (c.link, c.start) if x.ranks <= c.node else (c.network, c.network_start)
     keys = rows * 2.0 * h_k * x.D * x.itemsize
     sums = rows * 2.0 * h_k * x.D * 4
+    part = {"ring": x.fetched, "gather": 1.0, "halo": x.most}[plan]  # of the others' keys
     seconds = exposed = swap
     for peak, scale, size in ((c.forward, 1.0, keys), (c.backward, 2.5, keys + sums)):
-        work = scale * flops * x.balance / _rate(peak, rows / 2)
+        work = scale * flops * x.balance / _rate(peak, rows / (x.calls if plan == "halo" else 2))
         if plan == "ring":
             step = work / R + 2 * c.launch + 12 * rows / 2 * h * x.D / c.memory
-            talk = x.fetched * size / speed + start
+            talk = part * size / speed + start
             seconds += step + (R - 1) * max(step * (1 + c.beside * min(1.0, talk / step)), talk)
             exposed += (R - 1) * max(0.0, talk - step)
         else:
-            talk = (R - 1) * size / speed + start * R**0.5
+            talk = part * (R - 1) * size / speed + start * R**0.5
             seconds, exposed = seconds + work + c.launch + talk, exposed + talk
-    part = x.fetched if plan == "ring" else 1.0
     received = swapped + part * (R - 1) * (2 * keys + sums)
-    held += (2 * keys if plan == "ring" else R * (keys + 2 * sums)) + 12.0 * rows * h * x.D  # o and dq, twice
+    buffer, own = 1 + part * (R - 1), 4.0 * rows * h * x.D  # own keys, too; rows of q in fp32
+    held += {
+        "ring": 2 * keys + 3 * own,  # o and dq, twice
+        "gather": R * (keys + 2 * sums) + 3 * own,
+        "halo": buffer * (keys + 3 * sums) + 2 * own,  # gradients, and messages of them both ways
+    }[plan]
     return Cost(seconds, exposed, received, held)
 
 

@@ -33,9 +33,10 @@ RECENT: deque[tuple[Tensor, str]] = deque(maxlen=8)
 def fixed(mask: Mask) -> Mask:
     """Read a mask's tensors once, for every call with this mask: all layers of a model, and their backward.
 
-    Plans "ring" and Grid find from a mask's numbers which keys travel, and read them in each call. The result is the
-    same mask with copies of its tensors, so that what is written to the originals later does not reach it. Make it
-    again for the next batch. It may be combined: `fixed(a) & b` is not read again where `b` has no tensors.
+    Plans "ring", "halo" and Grid find from a mask's numbers which keys travel, and read them in each call. plan=None
+    counts them where the mask is fixed. The result is the same mask with copies of its tensors, so that what is written
+    to the originals later does not reach it. Make it again for the next batch. It may be combined: `fixed(a) & b` is
+    not read again where `b` has no tensors.
     """
     return intersect(tuple([_copied(part) if part.captures and part.held is None else part for part in mask.parts]))
 

@@ -24,11 +24,11 @@ def spelt(pieces: tuple[Pieces, ...]) -> str:
 
 
 def join(pieces: Iterable[Piece]) -> Pieces:
-    """Return the pieces with those that touch made one, and empty ones left out."""
+    """Return pieces in order with those that touch or overlap made one, and empty ones left out."""
     out: list[Piece] = []
     for start, end in pieces:
-        if out and out[-1][1] == start:
-            out[-1] = (out[-1][0], end)
+        if out and start <= out[-1][1]:
+            out[-1] = (out[-1][0], max(out[-1][1], end))
         elif start < end:
             out.append((start, end))
     return tuple(out)
@@ -38,6 +38,17 @@ def joined(pieces: tuple[Pieces, ...], inner: int) -> tuple[Pieces, ...]:
     """Return what every `inner` ranks in a row hold in common, sorted."""
     groups = (pieces[x : x + inner] for x in range(0, len(pieces), inner))
     return tuple(join(sorted(piece for own in group for piece in own)) for group in groups)
+
+
+def meet(a: Pieces, b: Pieces) -> Pieces:
+    """Return where the pieces of two lists, each in order, overlap."""
+    found, x, y = [], 0, 0
+    while x < len(a) and y < len(b):
+        start, end = max(a[x][0], b[y][0]), min(a[x][1], b[y][1])
+        if start < end:
+            found.append((start, end))
+        x, y = (x + 1, y) if a[x][1] < b[y][1] else (x, y + 1)
+    return tuple(found)
 
 
 def index(pieces: Pieces, device: torch.device | str | None = None) -> Tensor:

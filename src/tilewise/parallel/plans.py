@@ -10,19 +10,19 @@ from torch import Tensor
 
 from ..attention.api import attention as attend
 from ..values.function import Function
-from ..values.masks import Mask, intersect
+from ..values.masks import Full, Mask, intersect
 from ..values.origin import Origin
 from ..values.score import Score
 from ..values.value import Value
-from .agree import written
+from .agree import rebuilt, written
 from .costs import Cluster, Cost, Sizes, cost
 from .graph import in_graph
 from .held import Numbers, held
-from .pieces import Pieces, joined, length
+from .pieces import Pieces, joined, length, meet
 from .reach import reach
-from .ring import Ring
+from .ring import EXCHANGES, Ring
 from .shardings import Sharding, make_positive
-from .shards import CUT, shards_of
+from .shards import CUT, FEW, READING, Shards, shards_of
 from .ulysses import Swap, spread_keys
 
 
@@ -38,7 +38,10 @@ class Grid:
 
 
 Plan = str | Grid
-NAMES = ("ulysses", "gather", "ring")
+NAMES = ("ulysses", "gather", "ring", "halo")
+BY_NAME = ("halo",)
+"""Plans whose messages no GPUs have exchanged yet, which are chosen there by name alone. Remove a name once its test in
+tests/card/test_parallel.py has passed."""
 
 
 class Work(NamedTuple):
@@ -94,7 +97,7 @@ def _against_rows(one: Value, w: Work) -> list[str]:
 
 def needs_numbers(plan: Plan) -> bool:
     """Tell whether a plan reads the mask's tensors, to find what travels."""
-    return plan == "ring" or isinstance(plan, Grid)
+    return plan in READING or isinstance(plan, Grid)
 
 
 def candidates(w: Work) -> list[Plan]:
@@ -103,34 +106,61 @@ def candidates(w: Work) -> list[Plan]:
     return list(NAMES) if len(sizes) == 1 else [Grid(sizes[1], sizes[0])]
 
 
-def even(band: Mask, sharding: Sharding, N: int, inner: int) -> tuple[float, float]:
-    """Return the part of P that a mask without tensors shows, and the most work of `inner` ranks, of the mean."""
-    return _even(held(band), sharding, N, inner)
+def even(w: Work, inner: int) -> tuple[float, float, float, int]:
+    """Return what `Sizes` calls visible, balance, most and calls; balance of what `inner` ranks hold in common.
+
+    A mask's tensors count where it is `fixed`, and not in a graph.
+    """
+    if torch.compiler.is_compiling():
+        return even_bands(tuple([part.plain for part in w.mask.parts if not part.captures]), w.sharding, w.N, inner)
+    known = tuple([part for part in w.mask.parts if not part.captures or part.held])
+    return _even(held(intersect(known)), w.sharding, w.N, inner)
 
 
-even._dynamo_marked_constant = True  # type: ignore[attr-defined]
+def even_bands(bands: tuple[tuple[Any, ...], ...], sharding: Sharding, N: int, inner: int) -> Any:
+    """Return the same of parts without tensors, which graphs know by their numbers alone."""
+    return _even(held(intersect(rebuilt(bands, iter(())))), sharding, N, inner)
+
+
+even_bands._dynamo_marked_constant = True  # type: ignore[attr-defined]
 """As torch.compiler.assume_constant_result: the numbers are found while a call is traced."""
 
 
-@lru_cache(64)
-def _even(numbers: Numbers, sharding: Sharding, N: int, inner: int) -> tuple[float, float]:
-    work = reach(numbers, len(numbers), N).work(joined(sharding.pieces(N), inner))
-    total = sum(work)
-    return total / max(1, N) ** 2, max(work) * len(work) / total if total else 1.0
+@lru_cache(16)
+def _even(numbers: Numbers, sharding: Sharding, N: int, inner: int) -> tuple[float, float, float, int]:
+    found, pieces = reach(numbers, len(numbers), N), sharding.pieces(N)
+    work = found.work(joined(pieces, inner))
+    total, s = sum(work), Shards(pieces, 0, found, Full(), (), {})
+    seen = [(own, s.seen(r)) for r, own in enumerate(pieces)]
+    most = max((length(keys) - length(meet(own, keys))) / max(1, N - length(own)) for own, keys in seen)
+    calls = max(map(len, pieces))
+    balance = max(work) * len(work) / total if total else 1.0
+    return total / max(1, N) ** 2, balance, most, calls if 0 < calls <= FEW else 1
 
 
 def costs_of(w: Work, q: Tensor, k: Tensor, cluster: Cluster) -> dict[Plan, Cost]:
-    """Return what each plan costs that the call can have. Masks with tensors count as what their other parts show."""
-    band = intersect(tuple([part for part in w.mask.parts if not part.captures]))
+    """Return what each plan costs that the call can have."""
     sizes = Sizes(w.N, w.sharding.ranks, q.shape[2], k.shape[2], q.shape[3], q.element_size())
     found: dict[Plan, Cost] = {}
     for plan in candidates(w):
         if not refusals(plan, w, q.shape[2]):
             name, inner = ("ring", plan.ulysses) if isinstance(plan, Grid) else (plan, 1)
-            visible, balance = even(band, w.sharding, w.N, inner)
-            x = sizes._replace(visible=visible, fetched=min(1.0, 1.5 * visible), balance=balance)
+            visible, balance, most, calls = even(w, inner)
+            known = {"visible": visible, "balance": balance, "most": most, "calls": calls}
+            x = sizes._replace(**known, fetched=min(1.0, 1.5 * visible))
             found[plan] = cost(name, inner, x, cluster)
     return found
+
+
+def by_default(costs: dict[Plan, Cost], device: torch.device) -> Plan | None:
+    """Return the plan that a call has where none is named."""
+    tried = {plan: one for plan, one in costs.items() if plan not in only_by_name(device)}
+    return choose(tried, memory_limit(device))
+
+
+def only_by_name(device: torch.device) -> tuple[Plan, ...]:
+    """Return the plans that are chosen by name alone."""
+    return BY_NAME if device.type == "cuda" else ()
 
 
 def choose(costs: dict[Plan, Cost], limit: float) -> Plan | None:
@@ -148,8 +178,8 @@ def memory_limit(device: torch.device) -> float:
 
 def run(w: Work, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return o and lse of this rank's rows; with heads swapped back, lse travels only if it is wanted."""
-    if w.plan in ("ring", "gather"):
-        return ring_or_gather(w, w.pieces, w.sharding.rank, (0, None), q, k, v)
+    if w.plan in EXCHANGES:
+        return with_keys(w, w.pieces, w.sharding.rank, (0, None), q, k, v)
     axis = w.sharding.axes[-1]
     U, u = dist.get_world_size(axis), dist.get_rank(axis)
     H = q.shape[2]
@@ -158,12 +188,13 @@ def run(w: Work, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None
     inside = w.pieces[r * U : (r + 1) * U]
     k, v = spread_keys(k, v, H, U)
     q, k, v = Swap.apply(axis, inside, True, q, k, v)
-    mask = intersect(tuple([part.of_heads(heads) for part in w.mask.parts]))
+    mask = w.mask if isinstance(w.plan, Grid) else in_spans(w, q, H)
+    mask = intersect(tuple([part.of_heads(heads) for part in mask.parts]))
     score = tuple([one.of_heads(heads) for one in w.score])
     sink = None if w.sink is None else w.sink[heads]
     if isinstance(w.plan, Grid):
         own = w._replace(mask=mask, score=score, sink=sink)
-        o, lse = ring_or_gather(own, joined(w.pieces, U), r, (heads.start, H), q, k, v)
+        o, lse = with_keys(own, joined(w.pieces, U), r, (heads.start, H), q, k, v)
     else:
         counts = w.options["dropout"] or any([isinstance(one, Function) for one in (*mask.parts, *score)])
         origin = Origin(head=heads.start, heads=H) if counts else None
@@ -175,11 +206,25 @@ def run(w: Work, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None
     return o, lse[..., 0].transpose(1, 2)
 
 
-def ring_or_gather(
+def in_spans(w: Work, q: Tensor, H: int) -> Mask:
+    """Return the whole's mask as Spans where its tensors are `fixed` and each row sees one interval of keys.
+
+    GPUs list the tiles of Documents in every call, and none of Spans. q: (B, N, ..., D), all rows; H: all heads.
+    """
+    captured, whole = [part for part in w.mask.parts if part.captures], ((0, w.N),)
+    if torch.compiler.is_compiling() or not captured or not all([part.held for part in captured]):
+        return w.mask
+    s = shards_of(None, "halo", w.N, (whole,), 0, 0, H, w.mask, (), {}, q, held(w.mask))
+    keys, blocks = s.pair(0, 0)
+    fits = keys == whole and len(blocks) == 1 and blocks[0].rows == slice(0, w.N)
+    return blocks[0].mask or w.mask if fits else w.mask
+
+
+def with_keys(
     w: Work, pieces: tuple[Pieces, ...], own: int, heads: tuple[int, int | None], q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return o and lse of rows to which keys come, by an operator in a graph, else at once."""
-    axis, at = w.sharding.axes[0], ("gather" if w.plan == "gather" else "ring", w.N, pieces, own, *heads)
+    axis, at = w.sharding.axes[0], ("ring" if isinstance(w.plan, Grid) else w.plan, w.N, pieces, own, *heads)
     if torch.compiler.is_compiling():
         return in_graph(written((axis,), *at), w.mask, w.score, w.options, q, k, v, w.sink)
     s = shards_of(axis, *at, w.mask, w.score, w.options, q, w.numbers)

@@ -1,6 +1,7 @@
-"""Keys come to queries: pairwise from their owners ("ring"), or all at once ("gather"); gradients go back to owners.
+"""Keys come to queries: pairwise from their owners ("ring"), all of them ("gather"), or what rows see ("halo").
 
-Both are one autograd.Function over the calls of `Shards`. They differ in how keys arrive and gradients leave.
+All are one autograd.Function over the calls of `Shards`. They differ in how keys arrive and gradients leave, and in
+whether a row's keys are there at once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,8 +14,9 @@ from torch.nn.functional import pad
 from ..call.dispatch import refuse_double_backward
 from ..merge.sink import sink_gradient
 from .exchange import Message, gather, scatter_sum
+from .halo import Halo
 from .pieces import Pieces, index, length, places
-from .shards import Given, Parts, Shards, backward_parts, forward_parts, wide
+from .shards import Given, Parts, Shards, backward_parts, forward_at_once, forward_parts, wide
 
 Source = tuple[int, tuple[Tensor, ...], Parts]
 """Whose keys have arrived, k and v, none if nothing of them is visible, and the calls with them."""
@@ -26,6 +28,8 @@ class Pairwise:
     Nothing is forwarded and nothing unneeded travels. Gradients of keys go straight to their owner, in the type of
     sums, while the next step is computed; the owner adds them up. One message of each kind is on its way at a time.
     """
+
+    at_once = False
 
     def __init__(self, s: Shards) -> None:
         self.s, self.rank, self.size = s, s.own, len(s.pieces)
@@ -82,6 +86,8 @@ class Pairwise:
 class Gathered:
     """All keys on every rank, in the whole's order: one call for each piece of rows, with the keys that it sees."""
 
+    at_once = True
+
     def __init__(self, s: Shards) -> None:
         self.s, self.axes = s, (s.axis,)
         self.most = max(map(length, s.pieces))
@@ -116,7 +122,7 @@ class Gathered:
         """Do nothing: there is one source."""
 
 
-EXCHANGES = {"ring": Pairwise, "gather": Gathered}
+EXCHANGES = {"ring": Pairwise, "gather": Gathered, "halo": Halo}
 
 
 class Ring(torch.autograd.Function):
@@ -153,13 +159,22 @@ class Back(torch.autograd.Function):
 def results(s: Shards, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return o, in q's type, and lse of this rank's rows."""
     B, M, H, _ = q.shape
-    kind = wide(q.dtype)
-    o, lse = q.new_zeros((B, M, H, v.shape[-1]), dtype=kind), q.new_full((B, H, M), -torch.inf, dtype=kind)
-    if sink is not None:  # a key of value 0 that is in every row's sums already
-        lse.copy_(sink.to(kind)[None, :, None].expand(B, H, M))
-    for _, keys, parts in EXCHANGES[s.plan](s).sources(k, v):
-        forward_parts(s, (o, lse), q, keys, parts)
-    return o.to(q.dtype), lse
+    exchange, kind = EXCHANGES[s.plan](s), wide(q.dtype)
+
+    def nothing(dtype: torch.dtype = q.dtype) -> tuple[Tensor, Tensor]:
+        """Return (o, lse) of rows that see no keys."""
+        o, lse = q.new_zeros((B, M, H, v.shape[-1]), dtype=dtype), q.new_full((B, H, M), -torch.inf, dtype=kind)
+        if sink is not None:  # a key of value 0 that is in every row's sums already
+            lse.copy_(sink.to(kind)[None, :, None].expand(B, H, M))
+        return o, lse
+
+    if exchange.at_once:
+        ((_, keys, parts),) = exchange.sources(k, v)
+        return forward_at_once(s, nothing, q, keys, parts, sink)
+    sums = nothing(kind)
+    for _, keys, parts in exchange.sources(k, v):
+        forward_parts(s, sums, q, keys, parts)
+    return sums[0].to(q.dtype), sums[1]
 
 
 def gradients(
@@ -167,18 +182,20 @@ def gradients(
     dlse: Tensor | None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return the gradients of q, k, v, the sink and `s.learned`; None of a tensor that wants none."""
-    kind = wide(q.dtype)
-    delta = (do.to(kind) * o).sum(-1).transpose(1, 2)
-    g = Given(do, o, lse, delta if dlse is None else delta - dlse)
-    dq, dk, dv = (torch.zeros_like(t, dtype=kind) for t in (q, k, v))
+    kind, g = wide(q.dtype), Given(do, o, lse, dlse)
+    dq, dk, dv = None, *(t.new_zeros(t.shape, dtype=kind) for t in (k, v))
     learned = [(torch.zeros_like(t, dtype=wide(t.dtype)), cuts) for t, cuts in s.learned if t.requires_grad]
     exchange = EXCHANGES[s.plan](s)
     for source, keys, parts in exchange.sources(k, v):
-        grads = backward_parts(s, g, q, keys, parts, dq, learned)
+        dq, grads = backward_parts(s, g, q, keys, parts, dq, learned)
         exchange.give_back(source, parts.keys, grads, (dk, dv))
         del keys, grads  # before the next keys arrive
     exchange.finish((dk, dv))
-    d_sink = None if sink is None else sink_gradient(sink, lse, g.delta).to(sink.dtype)
+    dq = q.new_zeros(q.shape) if dq is None else dq
+    d_sink = None
+    if sink is not None:
+        delta = (do.to(kind) * o).sum(-1).transpose(1, 2)
+        d_sink = sink_gradient(sink, lse, delta if dlse is None else delta - dlse).to(sink.dtype)
     totals = iter(learned)
     captured = [next(totals)[0].to(t.dtype) if t.requires_grad else None for t, _ in s.learned]
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_sink, *captured

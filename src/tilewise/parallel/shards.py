@@ -1,6 +1,6 @@
 """A problem as its ranks see it: for each pair of ranks, which keys travel and which calls compute them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
@@ -18,7 +18,7 @@ from ..values.score import Bias, Score
 from ..values.tables import Dense, Documents
 from ..values.value import Value
 from .held import Numbers, held
-from .pieces import Box, Piece, Pieces, index, length
+from .pieces import Box, Piece, Pieces, index, join, length
 from .reach import Reach, reach
 
 V = TypeVar("V", bound=Value)
@@ -26,6 +26,8 @@ ROWS, KEYS = 16, 64
 """Multiples at which a part's dropout must begin, for kernels."""
 CUT = Causal, Window, Dense, Documents, Padding, Prefix, Spans, MaskOf
 """Masks that `Shards` can cut to some rows and keys, or that follow from a call's place."""
+READING = "ring", "halo"
+"""Plans that read the mask's numbers, to find what travels."""
 FEW = 3
 """So many calls of bands has a rank of Zigzag with its own keys; more become one call of Spans."""
 
@@ -68,7 +70,7 @@ class Shards:
     device: torch.device | str = "cpu"
     plan: str = "ring"
     axis: Any = None
-    made: dict[tuple[int, int], Parts] = field(default_factory=dict)
+    made: dict[tuple[int, int | None], Parts] = field(default_factory=dict)
     """What `pair` has found."""
 
     @property
@@ -76,11 +78,17 @@ class Shards:
         """Return the tensors of scores that have gradients, each with whether a call reads its part alone of it."""
         return [(t, one.broadcasts) for one in self.score if one.learns for t in one.tensors]
 
-    def pair(self, to: int, source: int) -> Parts:
-        """Return what rank `to` does with the keys of rank `source`."""
+    def pair(self, to: int, source: int | None) -> Parts:
+        """Return what rank `to` does with the keys of rank `source`, or if that is None with all that its rows see."""
         if (to, source) not in self.made:
-            self.made[to, source] = self.parts(self.pieces[to], self.pieces[source])
+            keys = self.seen(to) if source is None else self.pieces[source]
+            self.made[to, source] = self.parts(self.pieces[to], keys)
         return self.made[to, source]
+
+    def seen(self, to: int) -> Pieces:
+        """Return the keys that a rank's rows may see: those of each of its pieces lie in one piece of them."""
+        boxes = [self.box(rows, (0, self.reach.N)) for rows in self.pieces[to]]
+        return join(sorted(box[2:] for box in boxes if box is not None))
 
     def parts(self, rows: Pieces, keys: Pieces) -> Parts:
         """Return the keys, of some, that rows see, and the calls that compute them."""
@@ -211,8 +219,8 @@ def shards_of(
     axis: Any, plan: str, N: int, pieces: tuple[Pieces, ...], own: int, head: int, heads: int | None, mask: Mask,
     score: tuple[Score, ...], options: dict[str, Any], q: Tensor, numbers: Numbers | None = None,
 ) -> Shards:  # fmt: skip
-    """Return the problem in pieces. "ring" needs the numbers of the mask, and reads them unless they are given."""
-    if plan != "ring":
+    """Return the problem in pieces. Plans of READING read the numbers of the mask, unless they are given."""
+    if plan not in READING:
         numbers = held(intersect(tuple([part for part in mask.parts if not part.captures])))
     elif numbers is None:
         numbers = held(mask)
@@ -243,13 +251,32 @@ def forward_parts(s: Shards, sums: tuple[Tensor, Tensor], q: Tensor, keys: tuple
         merge([(o, lse)], into=(sums[0][:, v.rows], sums[1][:, :, v.rows]))  # type: ignore[list-item]
 
 
+def forward_at_once(
+    s: Shards, nothing: Callable[[], tuple[Tensor, Tensor]], q: Tensor, keys: tuple[Tensor, ...], parts: Parts,
+    sink: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return (o, lse) of a rank's calls, where no row is in two of them: nothing is merged, and o is in q's type.
+
+    nothing: makes (o, lse) of rows that see no keys.
+    """
+    found = None
+    for v in parts.blocks:
+        k, x = (t[:, v.keys] for t in keys)
+        o, lse = attention(q[:, v.rows], k, x, sink=sink, return_lse=True, **s.arguments(v))
+        if o.shape[1] == q.shape[1]:
+            return o, lse  # type: ignore[return-value]
+        found = found or nothing()
+        found[0][:, v.rows], found[1][:, :, v.rows] = o, lse
+    return found or nothing()
+
+
 class Given(NamedTuple):
-    """What every part's backward reads: do in q's type, lse of the whole, delta = rowsum(do * o) - dlse."""
+    """What every part's backward reads: do and o in q's type, lse and dlse of the whole."""
 
     do: Tensor
     o: Tensor
     lse: Tensor
-    delta: Tensor
+    dlse: Tensor | None
 
 
 def backward_parts(
@@ -258,28 +285,32 @@ def backward_parts(
     q: Tensor,
     keys: tuple[Tensor, ...],
     parts: Parts,
-    dq: Tensor,
+    dq: Tensor | None,
     learned: Sequence[tuple[Tensor, bool]],
-) -> tuple[Tensor, ...]:
-    """Return the gradients of some keys, (dk, dv), in the type of sums, of a rank's calls over them; () without keys.
+) -> tuple[Tensor | None, tuple[Tensor, ...]]:
+    """Return dq with what a rank's calls over some keys add to it, and the gradients of these keys, (dk, dv), or ().
 
-    Those of queries are added to `dq`, and of `s.learned` that want one to `learned`.
+    All are in the type of sums. Gradients of `s.learned` that want one are added to `learned`.
     """
-    sums: tuple[Tensor, ...] = ()
+    sums: list[Tensor | None] = [None, None]
     for v in parts.blocks:
-        given = s.arguments(v)
         k, x = (t[:, v.keys] for t in keys)
-        lse, delta = (t[:, :, v.rows].contiguous() for t in (g.lse, g.delta))
-        found = attention_backward(
-            g.do[:, v.rows], q[:, v.rows], k, x, g.o[:, v.rows], lse, delta=delta, out_dtype=wide(q.dtype), **given
-        )
-        dq[:, v.rows] += found[0]
-        if not sums and k.shape == keys[0].shape:
-            sums = tuple(found[1:3])  # a call with all keys begins the sums
-        else:
-            sums = sums or tuple(torch.zeros_like(t, dtype=dq.dtype) for t in keys)
-            for total, part in zip(sums, found[1:3], strict=True):
-                total[:, v.keys] += part
+        do, o = (t[:, v.rows] for t in (g.do, g.o))
+        lse, dlse = (None if t is None else t[:, :, v.rows].contiguous() for t in (g.lse, g.dlse))
+        given = s.arguments(v) | {"dlse": dlse, "out_dtype": wide(q.dtype)}
+        found = attention_backward(do, q[:, v.rows], k, x, o, lse, **given)  # type: ignore[arg-type]
+        dq = added(dq, found[0], v.rows, q)
+        sums = [added(*each, v.keys, t) for *each, t in zip(sums, found[1:3], keys, strict=True)]
         for (total, cuts), grad in zip(learned, found[3:], strict=True):
             (in_block(total, v) if cuts else total).add_(grad)
-    return sums
+    return dq, tuple(total for total in sums if total is not None)
+
+
+def added(total: Tensor | None, part: Tensor, at: slice, like: Tensor) -> Tensor:
+    """Return a sum of gradients of `like` with a part of its rows added; one of all rows begins it."""
+    if total is None:
+        if part.shape == like.shape:
+            return part
+        total = part.new_zeros(like.shape)
+    total[:, at] += part
+    return total
