@@ -381,15 +381,15 @@ def test_a_known_call_enters_few_functions(launched, monkeypatch, name):
     same_memory(monkeypatch)
     call, _ = CALLS[name]()
     with torch.no_grad():
-        counts = [entered(call) for _ in range(8)]
-    assert min(counts[5:]) <= FEW[name], counts
+        counts = [entered(call) for _ in range(20)]
+    assert min(counts[17:]) <= FEW[name], counts
 
 
 def test_a_known_backward_enters_few_functions(launched, monkeypatch):
     same_memory(monkeypatch, cycle=4)  # o, dq, dk and dv
     call, _ = trained("causal")
-    counts = [entered(call, eager._Eager.backward.__code__) for _ in range(24)]
-    assert 0 < min(counts[20:]) <= 20, counts
+    counts = [entered(call, eager._Eager.backward.__code__) for _ in range(72)]
+    assert 0 < min(counts[68:]) <= 20, counts
 
 
 def trained(name, heads=4, more=()):

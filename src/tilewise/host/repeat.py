@@ -12,7 +12,7 @@ from ..call.problem import Problem
 from .arguments import adjacent, unplanned
 from .launch import profiled
 from .outputs import EMPTY_CUDA, sizes
-from .replay import Replay
+from .replay import MOST, Replay
 
 
 def _empty(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -25,8 +25,6 @@ STREAM: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 CAPTURING: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 LINE = 512
 """Parts of a workspace begin at multiples of so many bytes, as the allocator's tensors do."""
-MOST = 128
-"""For how many sets of addresses a backward's launches are kept."""
 
 
 def aligned(addresses: Sequence[int]) -> list[bool]:

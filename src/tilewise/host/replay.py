@@ -15,10 +15,11 @@ Tensors = Sequence[Tensor | None]
 Fills = list[tuple[Any, Any, Callable[[Any], Any] | None]]
 """A gap in a list of arguments, which addresses fill it, and what makes an argument of them. A descriptor's gap is a
 slice of several parts."""
-FIRST = 3
-"""How often addresses come before arguments are packed, which takes 15 times as long as filling gaps."""
-MOST = 128
-"""For how many layers of a model arguments are kept: each has its own addresses."""
+FIRST = 15
+"""How often addresses come before arguments are packed, which takes 15 times as long as filling gaps: what is packed
+then costs at most twice the least, however often it comes."""
+MOST = 512
+"""For how many sets of addresses arguments are kept: each layer of a model has its own, or some."""
 
 
 class Replay:
@@ -74,6 +75,7 @@ class Replay:
             return [(direct.launch, given, None) for direct, given in made]
         if len(self.filled) >= MOST:
             self.filled.clear()
+            self.met.clear()
         self.filled[addresses] = found = [_launcher(*each) for each in made]
         return found
 
