@@ -25,6 +25,7 @@ from ..call.backend import BACKWARD, FORWARD, planned
 from ..call.operands import Operands
 from ..call.problem import TensorSpec
 from ..call.shortcuts import know_triton
+from ..host.bundle import packed
 from ..host.compile_once import cached, digest, lock_of, locked, writable
 from ..host.launch import RECORDED, Launch
 from ..values.value import Unsupported
@@ -130,7 +131,13 @@ def build_launcher(kernel: Any) -> None:
     nvidia.CudaLauncher(kernel.src, kernel.metadata)
 
 
-REQUESTS: dict[str, Callable[..., Any]] = {"list_kernels": list_kernels, "compile": compile_one}
+def pack(call: Call, hash: str) -> dict[str, bytes]:
+    """Return the files of a compiled kernel, as a bundle has them."""
+    entry = kernels(call)[hash]
+    return packed(entry.key, entry.name, entry.compile)
+
+
+REQUESTS: dict[str, Callable[..., Any]] = {"list_kernels": list_kernels, "compile": compile_one, "pack": pack}
 
 
 def main(target: str) -> None:
