@@ -22,8 +22,9 @@ from typing import Any
 import torch
 
 import tilewise as tw
-from tilewise.host.bundle import WHEEL, installed_triton, save
-from tilewise.warm.warm import Call, about, call_of, warm_calls
+from tilewise.host.bundle import WHEEL, installed_triton
+from tilewise.warm.save import save
+from tilewise.warm.warm import Call, call_of, warm_calls
 
 ROOT = Path(__file__).parents[1]
 LIMIT = 5_000_000
@@ -62,7 +63,7 @@ def calls(chip: str) -> Iterator[tuple[str, Any]]:
     """Yield the calls whose kernels the wheel has, each as a name and a function that returns its arguments."""
     run = chip == CHIPS[0]
     for D, heads in HEADS.items():
-        for (H, K), (kind, B, M) in product(heads, CALLS + MORE * run):
+        for (H, K), (kind, B, M) in product(heads, CALLS + MORE if run else CALLS):
             if run or (D <= 128 and H <= 32):
                 yield f"{chip} D {D} {H}:{K} {kind} {M}", partial(KINDS[kind], B, M, H, K, D)
 
@@ -114,8 +115,7 @@ def bundle(folder: Path, only: str) -> None:
     if not made:
         sys.exit(f"--only must be part of a call's name, got {only!r}; write 'causal' or the like")
     path = folder / f"triton-{installed_triton()}.zip"
-    never = [chip for chip in about(made)["chips"] if chip != CHIPS[0]]
-    hash = save(str(path), files, {**about(made), "never_run": never})
+    hash = save(str(path), files, made, {call.problem.target for call in made} - {CHIPS[0]})
     print(f"{path.name}: {len(files) // 2} kernels, {path.stat().st_size} bytes, sha256={hash}", flush=True)
 
 

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from tilewise.host.bundle import NO_LINES, Bundle, portable_key, save, use_bundle
-from tilewise.warm.warm import Call, about, call_of, warm_calls
+from tilewise.host.bundle import NO_LINES, Bundle, portable_key, use_bundle
+from tilewise.warm.save import save
+from tilewise.warm.warm import Call, call_of, warm_calls
 
 CHIPS = ("sm_80", "gfx942")
 
@@ -32,7 +33,7 @@ def write(path: str) -> Iterator[dict[str, Any]]:
     made = [call(chip) for chip in CHIPS]
     for one in made:
         warm_calls([one], 1, files=files)
-    yield {"sha256": save(path, files, about(made))}
+    yield {"sha256": save(path, files, made)}
 
 
 def found(path: str) -> Iterator[dict[str, Any]]:

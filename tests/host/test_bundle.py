@@ -18,7 +18,7 @@ from scripts import ROOT, folder_of, lines
 
 import tilewise as tw
 from tilewise.host import bundle as module
-from tilewise.host.bundle import save, use_bundle
+from tilewise.host.bundle import use_bundle
 
 pytest.importorskip("triton")
 from triton import __version__, knobs
@@ -168,9 +168,7 @@ def path(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "USED", [])
     monkeypatch.delenv("TILEWISE_BUNDLE", raising=False)
     module.installed.cache_clear()
-    made = tmp_path / "made.zip"
-    save(str(made), FILES, ABOUT)
-    yield made
+    yield written(tmp_path / "made.zip", FILES)
     module.installed.cache_clear()
 
 
@@ -185,7 +183,7 @@ def test_a_bundle_is_named_with_its_hash_by_info_and_explain(path, monkeypatch):
     assert "bundle" not in call("explain", "--device", "cpu").stdout
     monkeypatch.setattr(module, "USED", [])
     second = path.with_name("second.zip")
-    save(str(second), FILES, {**ABOUT, "never_run": ["sm_80"]})
+    written(second, FILES, {"never_run": ["sm_80"]})
     monkeypatch.setenv("TILEWISE_BUNDLE", os.pathsep.join((f"{path}#sha256={hash}", str(second))))
     assert [one.path for one in module.bundles()] == [str(path), str(second)]
     assert "sm_80 (never run on a GPU), sm_90" in module.described()[1]

@@ -8,9 +8,9 @@ from dataclasses import asdict
 from json import dumps
 from typing import Any
 
-from ..host.bundle import save as save_bundle
 from ..values.score import Bias
-from ..warm.warm import Call, about, call_of, warm_calls
+from ..warm.save import save as save_bundle
+from ..warm.warm import Call, call_of, warm_calls
 from .calls import CALL, arguments
 from .parser import Option, Parser
 
@@ -47,7 +47,7 @@ def warm(
     found = asdict(warmed) | {"kernels": [kernel._asdict() for kernel in warmed.kernels]}
     text = str(warmed)
     if save is not None and files:
-        hash = save_bundle(save, files, about(calls))
+        hash = save_bundle(save, files, calls)
         found["bundle"] = {"file": save, "sha256": hash}
         text += f"\n\n{save}: {len(warmed.kernels)} kernels, {os.path.getsize(save)} bytes\nsha256={hash}"
     return dumps(found, indent=1) if json else text

@@ -11,11 +11,10 @@ import json
 import os
 import re
 import stat
-import tempfile
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from functools import lru_cache
 from hashlib import sha256
 from io import BytesIO
@@ -227,44 +226,3 @@ def unpack(key: str, name: str, compile: Callable[[], Any]) -> bool:
     manager = get_cache_manager(about["hash"])
     manager.put_group(listed, {file: manager.put(content, file) for file, content in files.items()})
     return True
-
-
-def packed(key: str, name: str, compile: Callable[[], Any]) -> dict[str, bytes]:
-    """Return the files of a kernel in Triton's cache by their names in a bundle, without what differs by machine."""
-    from triton.runtime.cache import get_cache_manager
-
-    group = get_cache_manager(sha256(key.encode()).hexdigest()).get_group(f"{name[:150]}.json") or {}
-    own, _ = portable_key(key, compile)
-    found = {f"{own}/{file}": path for file, path in group.items() if ENTRY.fullmatch(f"{own}/{file}")}
-    files = {}
-    for file, path in found.items():
-        with open(path, "rb") as content:
-            files[file] = content.read()
-        if file.endswith(".json"):
-            about = json.loads(files[file])
-            kept = {name: about[name] for name in sorted(about.keys() - {"extern_libs", "hash", NO_LINES})}
-            files[file] = json.dumps(kept).encode()
-    return files
-
-
-def save(path: str, files: Mapping[str, bytes], about: Mapping[str, Any]) -> str:
-    """Write kernels as a bundle, and return the SHA-256 of its bytes, which depend on nothing but the arguments."""
-    head = {"format": FORMAT, "triton": installed_triton(), **about}
-    with tempfile.NamedTemporaryFile(dir=os.path.dirname(os.path.abspath(path)), delete=False) as made:
-        try:
-            with zipfile.ZipFile(made, "w") as bundle:
-                for name, content in _in_order(head, files):
-                    bundle.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED, 9)  # without a date
-            made.flush()
-            os.chmod(made.name, 0o644)
-            os.replace(made.name, path)
-        except BaseException:
-            os.unlink(made.name)
-            raise
-    with open(path, "rb") as written:
-        return sha256(written.read()).hexdigest()
-
-
-def _in_order(head: Mapping[str, Any], files: Mapping[str, bytes]) -> Iterator[tuple[str, bytes]]:
-    yield ABOUT, json.dumps(head, indent=1, sort_keys=True).encode()
-    yield from sorted(files.items())

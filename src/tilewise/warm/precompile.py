@@ -25,11 +25,11 @@ from ..call.backend import BACKWARD, FORWARD, planned
 from ..call.operands import Operands
 from ..call.problem import TensorSpec
 from ..call.shortcuts import know_triton
-from ..host.bundle import packed
 from ..host.compile_once import cached, digest, lock_of, locked, writable
 from ..host.launch import RECORDED, Launch
 from ..values.value import Unsupported
 from .cross_compile import use_target
+from .save import packed
 from .warm import Call, Kernel
 
 

@@ -229,17 +229,6 @@ def warm_calls(
         return warmed
 
 
-def about(calls: Sequence[Call]) -> dict[str, Any]:
-    """Return what a bundle says of the calls whose kernels it has."""
-    from .. import __version__
-
-    return {
-        "tilewise": __version__,
-        "chips": sorted({call.problem.target for call in calls}),
-        "calls": [f"{call.problem.target}: {call}" for call in calls],
-    }
-
-
 def _compiled(
     needed: Mapping[str, tuple[Call, Kernel]], workers: "Workers", processes: int | None, watch: Watch
 ) -> list[Kernel]:
