@@ -41,13 +41,10 @@ NEEDED_BY = {
 """By package, the modules that may need it. The test fails if another one does, and if a line is no longer true."""
 EXCEPT = {
     "triton": (
-        "tilewise.call.shortcuts",
-        "tilewise.host.bundle",
-        "tilewise.host.tables",
-        "tilewise.hopper.tiles",
+        "tilewise.call.shortcuts", "tilewise.host.bundle", "tilewise.host.tables", "tilewise.hopper.tiles",
         "tilewise.triton.tiles",
-    )  # fmt: skip
-}
+    ),
+}  # fmt: skip
 """Modules among those that must not: bundles, tables of tiles, and what helps to import the others."""
 
 PROGRAM = """

@@ -30,13 +30,10 @@ ROOT = Path(__file__).parents[1]
 LIMIT = 5_000_000
 """Bytes of the wheel."""
 CHIPS = ("sm_90", "sm_80", "sm_100", "gfx942")
-HEADS = {64: ((16, 16), (32, 8)), 128: ((16, 16), (32, 8), (64, 8)), 256: ((16, 16), (32, 8))}
-"""By head size, heads of queries and of keys. Kernels depend on their ratio alone."""
-CALLS = (("causal", 4, 2048), ("pages", 8, 1))
-MORE = (
-    ("causal", 1, 777), ("causal", 4, 256), ("full", 4, 2048), ("full", 1, 777), ("varlen", 4, 2048),
-    ("contiguous", 8, 1),
-)  # fmt: skip
+SIZES, HEADS = (64, 128, 256), ((16, 16), (32, 8))
+"""Head sizes, and heads of queries and of keys; kernels depend on their ratio alone."""
+CALLS = (("causal", 4, 2048), ("decode", 8, 1))
+MORE = (("causal", 1, 777), ("causal", 4, 256), ("full", 4, 2048), ("full", 1, 777), ("varlen", 4, 2048))
 """Kinds of calls, with batches and lengths that differ in their tiles; these for CHIPS[0] alone."""
 PROJECT = """\
 [build-system]
@@ -62,10 +59,8 @@ PACKAGE = '''"""Compiled kernels: a bundle for each release of Triton, which til
 def calls(chip: str) -> Iterator[tuple[str, Any]]:
     """Yield the calls whose kernels the wheel has, each as a name and a function that returns its arguments."""
     run = chip == CHIPS[0]
-    for D, heads in HEADS.items():
-        for (H, K), (kind, B, M) in product(heads, CALLS + MORE if run else CALLS):
-            if run or (D <= 128 and H <= 32):
-                yield f"{chip} D {D} {H}:{K} {kind} {M}", partial(KINDS[kind], B, M, H, K, D)
+    for D, (H, K), (kind, B, M) in product(SIZES if run else SIZES[:2], HEADS, CALLS + MORE if run else CALLS):
+        yield f"{chip} D {D} {H}:{K} {kind} {M}", partial(KINDS[kind], B, M, H, K, D)
 
 
 def dense(B: int, M: int, H: int, K: int, D: int, mask: tw.Mask) -> dict[str, Any]:
@@ -81,11 +76,10 @@ def varlen(B: int, M: int, H: int, K: int, D: int) -> dict[str, Any]:
     return {"q": of(B * M, H, D), "k": k, "v": k, "mask": tw.Causal(), "layout": layout}
 
 
-def cached(B: int, M: int, H: int, K: int, D: int, page: int | None) -> dict[str, Any]:
-    """Return those of queries whose keys are in a cache, which have no gradients."""
-    table = of(B, 256, dtype=torch.int32) if page else None
-    k = of(B * 256, page, K, D) if page else of(B, 4096, K, D)
-    layout = tw.Cached(of(B, dtype=torch.int32), table)
+def decode(B: int, M: int, H: int, K: int, D: int, page: int = 16) -> dict[str, Any]:
+    """Return those of queries whose keys are in a cache of pages, which have no gradients."""
+    k = of(B * 256, page, K, D)
+    layout = tw.Cached(of(B, dtype=torch.int32), of(B, 256, dtype=torch.int32))
     return {"q": of(B, M, H, D), "k": k, "v": k, "mask": tw.Causal(), "layout": layout, "backward": False}
 
 
@@ -98,8 +92,7 @@ KINDS: dict[str, Callable[..., dict[str, Any]]] = {
     "causal": partial(dense, mask=tw.Causal()),
     "full": partial(dense, mask=tw.Full()),
     "varlen": varlen,
-    "pages": partial(cached, page=16),
-    "contiguous": partial(cached, page=None),
+    "decode": decode,
 }
 
 

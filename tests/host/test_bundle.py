@@ -346,7 +346,7 @@ def test_an_installed_bundle_is_checked_as_any_other(path, tmp_path, monkeypatch
 def test_the_recipe_of_the_wheel_names_common_calls(kernels):
     named = {chip: [name for name, _ in kernels.calls(chip)] for chip in kernels.CHIPS}
     assert STEP.strip() in named["sm_90"]
-    for name in ("D 64", "D 128", "D 256", "causal", "full", "varlen", "32:8", "pages", "contiguous"):
+    for name in ("D 64", "D 128", "D 256", "causal", "full", "varlen", "32:8", "decode"):
         assert any(name in one for one in named["sm_90"]), name
     assert all(named.values())
     assert kernels.LIMIT == 5_000_000
