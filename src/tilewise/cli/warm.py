@@ -46,7 +46,9 @@ def warm(
         sys.exit(f"tilewise: {error}")
     found = asdict(warmed) | {"kernels": [kernel._asdict() for kernel in warmed.kernels]}
     text = str(warmed)
-    if save is not None and files:
+    if save is not None:
+        if not files:
+            sys.exit(f"tilewise: {save} is not written, as there is {text}")
         hash = save_bundle(save, files, calls)
         found["bundle"] = {"file": save, "sha256": hash}
         text += f"\n\n{save}: {len(warmed.kernels)} kernels, {os.path.getsize(save)} bytes\nsha256={hash}"
