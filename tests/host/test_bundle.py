@@ -246,6 +246,7 @@ def written(path, files, about=None):
         ({f"{KEY}/kernel.so": b""}, {}, "is no file of a kernel"),
         ({f"{KEY}/__grp__kernel.json.py": b""}, {}, "is no file of a kernel"),
         ({f"{KEY}/kernel.cubin": bytes((32 << 20) + 1)}, {}, "has 33554433 bytes, and may have 33554432"),
+        ({f"{KEY}/kernel.json": b"{}"}, {}, "a kernel has not two files"),
         ({}, {"format": 2}, "it has format 2, and this tilewise reads 1"),
         ({}, {"triton": "3.5.9"}, rf"for Triton {__version__}, which is installed, got .* for Triton 3\.5\.9; write"),
     ],

@@ -25,7 +25,7 @@ VARIABLE = "TILEWISE_BUNDLE"
 WHEEL = "tilewise_kernels"
 """The package, if it is installed, whose folder holds a bundle for each release of Triton."""
 ABOUT = "bundle.json"
-ENTRY = re.compile(r"(?P<key>[0-9a-f]{64})/(?P<name>[A-Za-z_]\w{0,149})\.(?P<kind>json|cubin|hsaco)", re.ASCII)
+ENTRY = re.compile(r"[0-9a-f]{64}/[A-Za-z_]\w{0,149}\.(json|cubin|hsaco)", re.ASCII)
 LARGEST, LARGEST_FILE = 256 << 20, 32 << 20
 """Bytes of a bundle, and of a file in it once it is unpacked."""
 DAMAGED = zipfile.BadZipFile, zlib.error, EOFError, RuntimeError
@@ -82,6 +82,8 @@ class Bundle:
                     return f"{file.filename!r} is no file of a kernel"
                 key, name = file.filename.split("/")
                 self.kernels.setdefault(key, set()).add(name)
+        if [names for names in self.kernels.values() if len(names) != 2]:
+            return "a kernel has not two files"
         self.about = json.loads(self._content(ABOUT))
         if self.about["format"] != FORMAT:
             return f"it has format {self.about['format']}, and this tilewise reads {FORMAT}"
