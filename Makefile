@@ -8,6 +8,7 @@
 #   make card MINUTES=9                everything that needs a GPU, resumed where it stopped; ARGS=--list shows what waits
 #   make report                        the pages of docs/results and the README's numbers from those results, and every picture
 #   make hub                           the repository that Hugging Face's `kernels` loads, in out/hub
+#   make wheel-kernels                 the wheel tilewise-kernels: compiled kernels of common calls, in dist
 #   make versions                      part of the tests under the oldest and the newest PyTorch that Pythons here can have
 #   make site                          the documentation as a site, in out/site
 #   make help                          all of it
@@ -50,7 +51,7 @@ FOR_TEST :=
 FOR_SITE :=
 endif
 
-.PHONY: help demo test lint format pytest bench card report hub versions site wheel clean
+.PHONY: help demo test lint format pytest bench card report hub versions site wheel wheel-kernels clean
 help:
 	@sed -n '/^$$/q; s/^# \{0,1\}//p' Makefile
 
@@ -100,6 +101,10 @@ site: $(FOR_SITE)
 
 wheel: $(VENV)/.made
 	$(PIP) wheel --no-deps --wheel-dir dist .
+
+# Minutes of compiling, which begin where an earlier run stopped; without a GPU.
+wheel-kernels: $(FOR_TEST)
+	TRITON_INTERPRET=0 $(PY) tools/kernels.py --out dist --triton '$(wildcard $(NEWEST))' $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(OUT) dist

@@ -39,6 +39,7 @@ NAMES = [
     "merge",
     "rotary",
     "rotary_qk",
+    "use_bundle",
     "warm",
 ]
 

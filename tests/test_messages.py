@@ -36,7 +36,8 @@ SHORT_FORM = re.compile(rf"[^;]+; ({REMEDY}) .+", re.DOTALL)
 FORMS = {
     **dict.fromkeys(("TypeError", "ValueError"), FORM),
     **dict.fromkeys(
-        ("Unsupported", "RuntimeError", "AttributeError", "ImportError", "OldTriton", "OSError"), SHORT_FORM
+        ("Unsupported", "RuntimeError", "AttributeError", "ImportError", "OldTriton", "OSError", "PermissionError"),
+        SHORT_FORM,
     ),
     "refuse": re.compile(".*", re.DOTALL),  # program/, whose tests hold what it says
     "ArgumentTypeError": re.compile("must .+, got .+"),  # the rest is argparse's and cli/parser.py's

@@ -7,6 +7,7 @@ from .attention.api import attention, attention_backward, attention_qkvpacked
 from .attention.explain import Explanation, explain
 from .attention.lists import listed
 from .call.count import Calls, count_calls
+from .host.bundle import use_bundle
 from .merge.api import merge
 from .rotary.api import rotary, rotary_qk
 from .values.by_head import Blocks
@@ -59,5 +60,6 @@ __all__ = [
     "merge",
     "rotary",
     "rotary_qk",
+    "use_bundle",
     "warm",
 ]

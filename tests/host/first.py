@@ -3,7 +3,8 @@
 Without a GPU all of it is real but what the GPU does: Triton's loader and launchers meet a libcuda whose functions
 succeed and do nothing. That needs a C compiler. Run it in a process of its own, with TRITON_INTERPRET=0:
 
-    python tests/host/first.py step 2048 777     a step of each length: seconds, and kernels compiled, found, launched
+    python tests/host/first.py step 2048 777     a step of each length: seconds, and kernels compiled, found, launched;
+                                                 FIRST_D=64 is another head size
     python tests/host/first.py count             for each of `calls`: its kernels over all of SIZES, without compiling
     python tests/host/first.py ones              with every count 1, or no keys: the kernels, and what fails to build
 """
@@ -16,6 +17,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import cached_property
 from itertools import cycle, product
 from pathlib import Path
 from typing import Any
@@ -27,18 +30,19 @@ static int context, launched;
 int launches(void) { return launched; }
 int cuLaunchKernelEx(void* config, void* function, void** given, void* extra) { launched++; return 0; }
 int cuCtxGetCurrent(void** p) { *p = &context; return 0; }
-int cuDeviceGetAttribute(int* p, int attribute, int device) { *p = 1 << 20; return 0; }
+int cuDeviceGetAttribute(int* p, int attribute, int device) { *p = 227 << 10; return 0; }
 int cuFuncGetAttribute(int* p, int attribute, void* function) { *p = 1024; return 0; }
 int cuPointerGetAttribute(uint64_t* p, int attribute, uint64_t address) { *p = address; return 0; }
 int cuGetErrorString(int code, const char** text) { *text = "no driver"; return 0; }
 #define NOTHING(name) int name(void) { return 0; }
-NOTHING(cuCtxGetLimit) NOTHING(cuCtxSetCurrent) NOTHING(cuCtxSetLimit) NOTHING(cuDeviceGet)
+int cuDriverGetVersion(int* p) { *p = 13000; return 0; }
+NOTHING(cuCtxGetDevice) NOTHING(cuCtxGetLimit) NOTHING(cuCtxSetCurrent) NOTHING(cuCtxSetLimit) NOTHING(cuDeviceGet)
 NOTHING(cuDevicePrimaryCtxRetain) NOTHING(cuFuncSetAttribute) NOTHING(cuFuncSetCacheConfig) NOTHING(cuLaunchKernel)
-NOTHING(cuModuleGetFunction) NOTHING(cuModuleLoadData) NOTHING(cuOccupancyMaxActiveClusters)
-NOTHING(cuTensorMapEncodeTiled)
+NOTHING(cuModuleGetFunction) NOTHING(cuModuleLoadData) NOTHING(cuModuleUnload) NOTHING(cuOccupancyMaxActiveClusters)
+NOTHING(cuStreamIsCapturing) NOTHING(cuTensorMapEncodeTiled)
 """
 BEGUN = time.perf_counter()
-HEADS, D = (32, 8), 128
+HEADS, D = (32, 8), int(os.environ.get("FIRST_D", "128"))
 LENGTHS = (2, 33, 64, 65, 128, 200, 256, 300, 512, 513, 640, 777, 1000, 1024, 1025, 1536, 2000, 2048)
 SIZES = [(M, N) for M in LENGTHS for N in (M, M + 16)]
 """36 pairs of lengths. Some are multiples of every tile; of some a count of tiles is 1."""
@@ -81,16 +85,23 @@ def pretend() -> Any:
 
         launcher_cls = nvidia.CudaLauncher
 
-        def __init__(self) -> None:
-            super().__init__(gpu_target("sm_90"))
-            self.utils = nvidia.CudaUtils()
+        @cached_property
+        def utils(self) -> Any:
+            return nvidia.CudaUtils()
 
-    driver.set_active(Idle())  # type: ignore[arg-type]
+        def get_current_target(self) -> Any:
+            self.utils  # noqa: B018, before the first launcher, as in Triton's driver
+            return self.target
+
+    driver.set_active(idle := Idle(gpu_target("sm_90")))  # type: ignore[arg-type]
+    with suppress(OSError):  # a cache that cannot be written
+        idle.utils  # noqa: B018
     return loaded
 
 
 def step(*lengths: str) -> Iterator[dict[str, Any]]:
-    """Take a training step of each length; at the end, tell whether Triton has hashed its own files."""
+    """Take a training step of each length; at the end, tell whether Triton has hashed its own files, the kernels whose
+    source it has read, and those that a bundle gave."""
     import torch
 
     on_gpu = torch.cuda.is_available()
@@ -108,6 +119,7 @@ def step(*lengths: str) -> Iterator[dict[str, Any]]:
         seen["found" if cache_hit else "compiled"].append(src.name)
 
     knobs.compilation.listener = listen
+    read, unpacked = watch()
     yield {"part": "driver", "seconds": since(begin)}
     for length in map(int, lengths):
         for part, run in passes(length, on_gpu):
@@ -120,7 +132,37 @@ def step(*lengths: str) -> Iterator[dict[str, Any]]:
             seen |= {"compiled": [], "found": []}
     from triton.runtime import cache
 
-    yield {"part": "end", "hashed": hasattr(cache.triton_key, "cache_info")}
+    hashed = hasattr(cache.triton_key, "cache_info")
+    yield {"part": "end", "hashed": hashed, "read": read, "unpacked": unpacked}
+
+
+def watch() -> tuple[list[str], list[str]]:
+    """Return lists that get the names of kernels whose source Triton reads, and of those that a bundle gives."""
+    from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from tilewise.host import compile_once
+
+    read: list[str] = []
+    unpacked: list[str] = []
+    for kind in (ASTSource, GluonASTSource):
+
+        def make_ir(self: Any, *given: Any, whole: Any = kind.make_ir, **more: Any) -> Any:
+            """Note it."""
+            read.append(self.name)
+            return whole(self, *given, **more)
+
+        kind.make_ir = make_ir
+    whole = compile_once.unpack
+
+    def unpack(key: str, name: str, compile: Any) -> bool:
+        """Note what a bundle has."""
+        found = whole(key, name, compile)
+        unpacked.extend([name] * found)
+        return found
+
+    compile_once.unpack = unpack
+    return read, unpacked
 
 
 def passes(length: int, on_gpu: bool) -> Iterator[tuple[str, Any]]:

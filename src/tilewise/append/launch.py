@@ -49,7 +49,7 @@ def launches(call: Append, y: Tensor | None, compiled: dict[Any, Any]) -> list[L
         rotary, pairs, interleaved = Rotary(*angles.tables(), odd(len(angles.cos))), angles.pairs, angles.interleaved
     heads, rest = min(HEADS, power_of_2(H_k)), d - 2 * pairs
     blocks = heads, power_of_2(max(1, pairs)), power_of_2(rest) if rest else 0, power_of_2(v.shape[-1])
-    line = 1 if layout.cu_q is None else sequences_in_line(B)
+    line = 1 if batch.cu_q is None else sequences_in_line(B)
     new = New(d, v.shape[-1], pairs, page, interleaved, *blocks, line)
     given = [None if t is None else rows(adjacent(t)) for t in (q, y, k_new, v_new)]
     programs = count * (cdiv(H, heads) + cdiv(H_k, heads))

@@ -13,6 +13,7 @@ from ..call.operands import Operands
 from ..call.options import Everything, as_mask, as_scores, spell_out
 from ..call.problem import Problem, matmul_setting, target_of
 from ..call.recipe import Recipe
+from ..host.bundle import described
 from ..quantize.codes import empty_codes
 from ..values.function import Function
 from ..values.masks import Mask
@@ -41,6 +42,7 @@ class Explanation:
     `backend` is None if every back end refuses. `refusals` holds the reasons against each one. `backward` is another
     name than `backend` where gradients are faster on that one; `backward_tiles` are its tiles. `asked` is the one that
     the call names. `functions` says what masks and scores that are functions became, and which tiles the mask leaves.
+    `bundles` names the files from which kernels are taken that Triton's cache lacks.
     """
 
     backend: str | None
@@ -50,6 +52,7 @@ class Explanation:
     backward_tiles: str = ""
     asked: str | None = None
     functions: tuple[str, ...] = ()
+    bundles: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines, first = [f"{'back end':<10}{'verdict'}"], True
@@ -67,7 +70,7 @@ class Explanation:
                 why = why.format(self.backend)
                 lines.append(f"{name:<10}can run it; {why}")
             first = first and name != self.backend
-        return "\n".join([*lines, *self.functions])
+        return "\n".join([*lines, *self.functions, *(f"bundle    {text}" for text in self.bundles)])
 
 
 def explain(
@@ -85,8 +88,8 @@ def explain(
         device: None means q's device; "cpu", "sm_90", "gfx942", … name a chip that this machine need not have.
 
     Returns:
-        An Explanation with .backend (None if all refuse), .tiles, .refusals, .backward, .backward_tiles and .functions.
-        Print it to see a table.
+        An Explanation with .backend (None if all refuse), .tiles, .refusals, .backward, .backward_tiles, .functions and
+        .bundles. Print it to see a table.
 
     Raises:
         TypeError, ValueError: as for `attention`.
@@ -108,7 +111,8 @@ def explain(
     if one == other:  # what holds for both passes comes last
         first = second = *(phrase for phrase in first if phrase not in second), *second
     tiles = *first, *approximate(problem), *describe_conversion(q, x[:3])
-    return Explanation(one, "; ".join(tiles), against, other, "; ".join(second), recipe.backend, functions)
+    used = () if "cpu" == one == other else tuple(described())
+    return Explanation(one, "; ".join(tiles), against, other, "; ".join(second), recipe.backend, functions, used)
 
 
 spell_out(explain, SIGNATURE)

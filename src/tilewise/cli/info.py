@@ -15,6 +15,7 @@ from ..call.check import describe
 from ..call.operands import Operands
 from ..call.recipe import Recipe
 from ..compat.shadow import PACKAGES, who
+from ..host.bundle import described
 from ..host.tables import source_of_rows
 from .parser import Option
 
@@ -36,6 +37,7 @@ def info(json: bool) -> str:
         _table("Devices", [(one["device"], one["target"], one["name"]) for one in found["devices"]]),
         _table("Tiles of GPU kernels", [*found["tiles"].items()]),
         _table("Answers imports of", [*found["shadows"].items()]),
+        *([_table("Bundles of kernels", [(text,) for text in found["bundles"]])] if found["bundles"] else []),
         _table("Back ends", [("", "on", "runs"), *runs]),
         "tilewise.attention takes the first that can: on {device}, {backend}.".format(**found["default"]),
     )
@@ -53,6 +55,7 @@ def gather() -> dict[str, Any]:
         "devices": [{"device": str(d), "target": probes[d].target, "name": device_name(d)} for d in devices],
         "backends": {name: {str(d): against(name, probes[d]) for d in devices} for name in ORDER},
         "shadows": {package: who(package) for package in PACKAGES},
+        "bundles": described(),
         "tiles": {str(d): source_of_rows(d) for d in devices},
         "default": {"device": str(default), "backend": chosen},
     }

@@ -1,5 +1,6 @@
 """tilewise warm: shapes and options in; the kernels of these calls, compiled, in Triton's cache."""
 
+import os
 import shlex
 import sys
 from argparse import SUPPRESS
@@ -8,6 +9,7 @@ from json import dumps
 from typing import Any
 
 from ..values.score import Bias
+from ..warm.save import save as save_bundle
 from ..warm.warm import Call, call_of, warm_calls
 from .calls import CALL, arguments
 from .parser import Option, Parser
@@ -17,24 +19,40 @@ OPTIONS = (
     Option("--also", 'A further call, by what differs in it: --also "--q 1,8192,16,64 --sink".', "OPTIONS", many=True),
     Option("--device", "sm_90, gfx942, ...; this machine's GPU if left out.", "CHIP"),
     Option("--forward", "Leave out the kernels of gradients."),
+    Option("--save", "Write the kernels into a bundle, too, and print its SHA-256; see TILEWISE_BUNDLE.", "FILE"),
     Option("--processes", "How many compile side by side.", "N", int, least=1),
     Option("--json", "Print JSON instead of a table."),
 )
 
 
 def warm(
-    also: list[str] | None, device: str | None, forward: bool, processes: int | None, json: bool, **call: Any
+    also: list[str] | None,
+    device: str | None,
+    forward: bool,
+    save: str | None,
+    processes: int | None,
+    json: bool,
+    **call: Any,
 ) -> str:
     """Compile the kernels of calls ahead of time, into Triton's cache (TRITON_CACHE_DIR)."""
     calls = [_call(call | other, device, not forward) for other in ({}, *map(_options, also or ()))]
+    files: dict[str, bytes] | None = None if save is None else {}
     _tell("looking for kernels")
     try:
-        warmed = warm_calls(calls, processes, lambda done, count, name: _tell(f"kernel {done} of {count}: {name}"))
+        warmed = warm_calls(
+            calls, processes, lambda done, count, name: _tell(f"kernel {done} of {count}: {name}"), files
+        )
     except RuntimeError as error:
         sys.exit(f"tilewise: {error}")
-    if json:
-        return dumps(asdict(warmed) | {"kernels": [kernel._asdict() for kernel in warmed.kernels]}, indent=1)
-    return str(warmed)
+    found = asdict(warmed) | {"kernels": [kernel._asdict() for kernel in warmed.kernels]}
+    text = str(warmed)
+    if save is not None:
+        if not files:
+            sys.exit(f"tilewise: {save} is not written, as there is {text}")
+        hash = save_bundle(save, files, calls)
+        found["bundle"] = {"file": save, "sha256": hash}
+        text += f"\n\n{save}: {len(warmed.kernels)} kernels, {os.path.getsize(save)} bytes\nsha256={hash}"
+    return dumps(found, indent=1) if json else text
 
 
 def _options(text: str) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from triton.runtime.cache import get_cache_manager
 
 from ..call.backend import COMPILING
 from ..call.shortcuts import know_triton
+from .bundle import unpack
 
 try:
     import fcntl
@@ -72,13 +73,15 @@ class _LockedCompiler:
         self.name, self.held = name, held
 
     def submit(self, key: str, compile: Callable[[], Any], finalize: Callable[[Any], None], *_: Any) -> Any:
-        """Return the kernel, from the cache or compiled under the lock."""
-        lock = lock_of(key)
-        if lock and not knobs.compilation.always_compile and not cached(key, self.name):
-            self.held.enter_context(locked(lock))
-            if start := COMPILING.get():
-                COMPILING.set(None)
-                start()
+        """Return the kernel, from the cache, or under the lock from a bundle or compiled."""
+        if not knobs.compilation.always_compile and not cached(key, self.name):
+            if lock := lock_of(key):
+                self.held.enter_context(locked(lock))
+            if not cached(key, self.name):  # by the process that held the lock
+                if start := COMPILING.get():
+                    COMPILING.set(None)
+                    start()
+                unpack(key, self.name, compile)
         kernel = compile()
         finalize(kernel)
         return kernel

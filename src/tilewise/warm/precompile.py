@@ -25,6 +25,7 @@ from ..host.compile_once import cached, digest, lock_of, locked, writable
 from ..host.launch import Launch
 from ..values.value import Unsupported
 from .cross_compile import use_target
+from .save import packed
 from .warm import Call, Kernel
 
 
@@ -87,7 +88,13 @@ def compile_one(call: Call, hash: str) -> float | None:
     return time.perf_counter() - begin
 
 
-REQUESTS: dict[str, Callable[..., Any]] = {"list_kernels": list_kernels, "compile": compile_one}
+def pack(call: Call, hash: str) -> dict[str, bytes]:
+    """Return the files of a compiled kernel, as a bundle has them."""
+    entry = kernels(call)[hash]
+    return packed(entry.key, entry.name, entry.compile)
+
+
+REQUESTS: dict[str, Callable[..., Any]] = {"list_kernels": list_kernels, "compile": compile_one, "pack": pack}
 
 
 def main(target: str) -> None:

@@ -21,6 +21,8 @@ from ..call.backend import select
 from ..call.check import check_arguments
 from ..call.options import Everything, spell_out
 from ..call.problem import Problem, TensorSpec, target_of
+from ..call.recipe import Recipe
+from ..host.bundle import NO_LINES
 from ..values.listed import Listed
 
 Watch = Callable[[int, int, str], Any]
@@ -83,6 +85,12 @@ class Call(NamedTuple):
     """Whether lse may have a gradient."""
     aligned: bool = True
     """Whether the gradient of o starts on a 16-byte boundary."""
+
+    def __str__(self) -> str:
+        p, plain = self.problem, Recipe()._asdict()
+        shapes = ", ".join(f"{name} {tuple(spec.shape)}" for name, spec in zip("qkv", p[1:4], strict=True))
+        options = {name: value for name, value in p.recipe._asdict().items() if value != plain[name]}
+        return f"{shapes} in {p.q.dtype}, {options}, {'without' if self.wanted is None else 'with'} gradients"
 
     def others(self) -> Iterator[tuple[str, "Call"]]:
         """Yield calls that differ from this one in what `warm` cannot know, each with a name of the difference."""
@@ -190,12 +198,20 @@ def call_of(device: str | None, backward: bool, q: Tensor, k: Tensor, v: Tensor,
     return Call(problem._replace(q=q_, k=k_, v=v_, extra=tuple(extra)), wanted, bool(lse))
 
 
-def warm_calls(calls: Sequence[Call], processes: int | None = None, watch: Watch = lambda *_: None) -> Warmed:
-    """Compile the kernels of calls for one GPU, each kernel only once, in parallel processes."""
+def warm_calls(
+    calls: Sequence[Call],
+    processes: int | None = None,
+    watch: Watch = lambda *_: None,
+    files: dict[str, bytes] | None = None,
+) -> Warmed:
+    """Compile the kernels of calls for one GPU, each kernel only once, in parallel processes.
+
+    Given a dict for `files`, compile without the lines of the source, and put the kernels' files into it (`save`).
+    """
     calls = [call for call in calls if select(call.problem).name != "cpu" and call.problem.target != "cpu"]
     if not calls:
         return Warmed((), {})
-    with Workers(calls[0].problem.target) as workers:
+    with Workers(calls[0].problem.target, {} if files is None else {NO_LINES: "1"}) as workers:
         needed: dict[str, tuple[Call, Kernel]] = {}
         others: list[tuple[str, dict[str, str]]] = []
         for call in calls:
@@ -206,7 +222,11 @@ def warm_calls(calls: Sequence[Call], processes: int | None = None, watch: Watch
         for what, kernels in others:
             if names := {name for hash, name in kernels.items() if hash not in needed}:
                 unforeseen[what] = tuple(sorted(names.union(unforeseen.get(what, ()))))
-        return Warmed(tuple(_compiled(needed, workers, processes, watch)), unforeseen)
+        warmed = Warmed(tuple(_compiled(needed, workers, processes, watch)), unforeseen)
+        if files is not None:
+            for hash, (call, _) in needed.items():
+                files |= workers.ask("pack", call, hash)
+        return warmed
 
 
 def _compiled(
@@ -239,8 +259,8 @@ def _compiled(
 class Workers(AbstractContextManager["Workers"]):
     """A pool of processes that compile for a GPU; a request starts a process if none is idle."""
 
-    def __init__(self, target: str) -> None:
-        self.target = target
+    def __init__(self, target: str, variables: Mapping[str, str] | None = None) -> None:
+        self.target, self.variables = target, {"TRITON_INTERPRET": "0", **(variables or {})}
         self.idle: list[subprocess.Popen[bytes]] = []
         self.all: list[subprocess.Popen[bytes]] = []
 
@@ -262,7 +282,7 @@ class Workers(AbstractContextManager["Workers"]):
         return answer
 
     def _start(self) -> subprocess.Popen[bytes]:
-        environment, here = os.environ | {"TRITON_INTERPRET": "0"}, os.getcwd()
+        environment, here = os.environ | self.variables, os.getcwd()
         package = str(Path(__file__).parents[1] / "__init__.py")
         path = [folder for folder in sys.path if os.path.realpath(folder) != here]
         command = [sys.executable, "-c", WORKER, str(__package__).rpartition(".")[0], package, self.target, *path]
