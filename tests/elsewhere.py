@@ -104,7 +104,7 @@ def run(target: str, given: dict[str, Any], backward: bool = True) -> None:
 
 def small() -> dict[str, Any]:
     """A call whose forward compiles in a second."""
-    q = torch.zeros(1, 64, 2, 16, dtype=torch.float16)
+    q = torch.zeros(1, 80, 2, 16, dtype=torch.float16)
     return {"q": q, "k": q, "v": q}
 
 

@@ -17,7 +17,7 @@ import tilewise as tw
 
 pytest.importorskip("triton", reason="kernels are Triton's")
 module = importlib.import_module("tilewise.warm.warm")  # tw.warm is the function
-SMALL = torch.empty(1, 64, 2, 16, dtype=torch.float16, device="meta")
+SMALL = torch.empty(1, 80, 2, 16, dtype=torch.float16, device="meta")
 
 
 def elsewhere(*arguments):
@@ -52,23 +52,23 @@ def test_what_is_foreseen_is_what_calls_ask_triton_for():
 
 def test_a_warm_cache_saves_every_compilation_and_an_empty_one_all_but_one(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "warmed"))
-    options = "--device sm_80 --q 1,64,2,16 --dtype fp16 --forward --processes 1 --json"
+    options = "--device sm_80 --q 1,80,2,16 --dtype fp16 --forward --processes 1 --json"
     result = call("warm", *options.split())
     assert result.status == 0, result.stderr
-    assert result.stderr.splitlines() == ["looking for kernels", "kernel 1 of 1: attention_forward_single"]
+    assert result.stderr.splitlines() == ["looking for kernels", "kernel 1 of 1: attention_forward"]
     (kernel,) = json.loads(result.stdout)["kernels"]
-    assert kernel["name"] == "attention_forward_single"
+    assert kernel["name"] == "attention_forward"
     assert kernel["seconds"] > 0.0
 
     again = tw.warm(SMALL, SMALL, SMALL, device="sm_80", backward=False)
     assert [one.found for one in again.kernels] == [True]
     assert again.kernels[0].hash == kernel["hash"]
-    assert str(again).splitlines()[1].split() == ["attention_forward_single", "found"]
+    assert str(again).splitlines()[1].split() == ["attention_forward", "found"]
     assert "q, k or v off a 16-byte boundary" not in again.unforeseen, "rows of 16 entries are copied then"
 
     found = elsewhere("ranks", str(tmp_path))
     (first_call,) = found["warmed"]
-    assert first_call == {"compiled": [], "found": ["attention_forward_single"]}
+    assert first_call == {"compiled": [], "found": ["attention_forward"]}
     for name, finish, compile in (
         ("together", 8, 1), ("again", 2, 0), ("killed", 3, 1), ("unwritable", 2, 2), ("no locks", 2, 2),
     ):  # fmt: skip
@@ -127,7 +127,7 @@ def test_processes_import_nothing_from_the_current_folder(tmp_path, monkeypatch)
     monkeypatch.setattr(sys, "path", ["", str(tmp_path), *sys.path])  # as `python -c` and `python -m` have it
     with module.Workers("sm_80") as workers:
         kernels, _ = workers.ask("list_kernels", module.call_of("sm_80", False, SMALL, SMALL, SMALL))
-    assert [kernel.name for kernel in kernels] == ["attention_forward_single"]
+    assert [kernel.name for kernel in kernels] == ["attention_forward"]
     assert not marker.exists()
 
 

@@ -115,10 +115,11 @@ def preprocess_launch(
     per_program = 2048 // D
     tiles = cdiv(cdiv(p.M, row.B_r) * row.B_r, per_program)
     zeroed = p.B * p.H if scratch.ready is None else shape.section * group
-    count = 0 if scratch.gqa_sums is None else scratch.gqa_sums.semaphore.numel()
+    sums: Any = scratch.gqa_sums
+    semaphore, count = (scratch.done, 0) if sums is None else (sums.semaphore, sums.semaphore.numel())
     arguments = (
-        rows(o), rows(do), dL, lse, scratch, where, unused(p, grads=grads), lengths(p)[0], p.H, tiles, shape.blocks,
-        group, zeroed, count,
+        rows(o), rows(do), dL, lse, scratch._replace(gqa_sums=semaphore), where, unused(p, grads=grads), lengths(p)[0],
+        p.H, tiles, shape.blocks, group, zeroed, count,
     )  # fmt: skip
     constants = {"tile": preprocess.Tile(p.D_v, row.B_r, per_program, D)}
     return Launch(preprocess.attention_backward_preprocess, p.B * p.H * tiles, arguments, constants, pl.compiled, key)

@@ -65,10 +65,11 @@ class Warmed:
     def __str__(self) -> str:
         if not self.kernels:
             return "nothing to compile: no kernel of Triton's runs these calls"
-        lines = [f"{'kernel':<20}outcome"]
+        width = 2 + max(len(kernel.name) for kernel in self.kernels)
+        lines = [f"{'kernel':<{width}}outcome"]
         for kernel in self.kernels:
             compiled = "found" if kernel.seconds is None else f"compiled in {kernel.seconds:.1f} s"
-            lines.append(f"{kernel.name:<20}{compiled}")
+            lines.append(f"{kernel.name:<{width}}{compiled}")
         if self.unforeseen:
             lines += ["", f"{'not foreseen':<44}what its first call compiles"]
             lines += [f"{what:<44}{', '.join(names)}" for what, names in self.unforeseen.items()]

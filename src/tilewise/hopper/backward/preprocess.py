@@ -27,17 +27,16 @@ def attention_backward_preprocess(
     O, dO, dL, lse, scratch, packed, unused, M, H, tiles, stride, group, zeroed, semaphores, tile: tl.constexpr
 ):  # fmt: skip
     """Compute the lse in base 2, and delta = rowsum(dO * O) - dL. Zero `ready`, `done`, dQ of the first `zeroed`
-    matrices, so many `semaphores` of GQA sums, and rows of gradients that no sequence owns. Past the last row P =
-    exp2(S - L) must vanish. The next kernel may begin, and waits for this one itself."""
+    matrices, so many `semaphores`, in place of the GQA sums, and rows of gradients that no sequence owns. Past the last
+    row P = exp2(S - L) must vanish. The next kernel may begin, and waits for this one itself."""
     tl.extra.cuda.gdc_launch_dependents()
     B_R: tl.constexpr = tile.B_R
     ROWS: tl.constexpr = tile.ROWS
     SIZE: tl.constexpr = tile.SIZE
     fill_unused(unused, packed, tl.arange(0, 16)[:, None], tl.arange(0, 64)[None, :])
-    if scratch.gqa_sums is not None:
-        for first in range(tl.program_id(0) * 256, semaphores, tl.num_programs(0) * 256):
-            n = first + tl.arange(0, 256)
-            tl.store(scratch.gqa_sums.semaphore + n, 0, mask=n < semaphores)
+    for first in range(tl.program_id(0).to(tl.int64) * 256, semaphores, tl.num_programs(0).to(tl.int64) * 256):
+        n = first + tl.arange(0, 256)
+        tl.store(scratch.gqa_sums + n, 0, mask=n < semaphores)
     # the main kernel begins with the first matrix: what it reads first is written last, and still in the cache
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     t, h, b = program % tiles, program // tiles % H, program // tiles // H
