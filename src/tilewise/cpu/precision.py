@@ -47,6 +47,10 @@ class Setting:
                 mkldnn.matmul.fp32_precision = before  # type: ignore[attr-defined]
                 self.of_user = outer
 
+    def inexact(self) -> bool:
+        """Tell whether fp32 products are not those of plain fp32. Ask with the lock."""
+        return mkldnn.matmul.fp32_precision not in ("none", "ieee")  # type: ignore[attr-defined]
+
     def _before_fork(self) -> None:
         self.lock.acquire(timeout=FORK_SECONDS)
 

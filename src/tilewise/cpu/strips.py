@@ -1,0 +1,125 @@
+"""Strips: queries, and the keys that they see. PyTorch's kernel takes one at a time.
+
+Under a mask, neighbors are joined as long as that adds few entries.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..call.operands import Operands
+from ..call.problem import Problem
+from ..program import Entries
+from ..values.masks import Mask
+from .sequences import COLUMNS
+from .tiled import possible_and_certain
+
+ROWS, MOST_ROWS, MOST_ENTRIES = 256, 1024, 1 << 23
+"""Queries of a strip under a mask, before any are joined and at most; entries of the mask of joined ones, at most."""
+SLACK = 1.25
+"""How many times the entries of strips those of the joined strip may be."""
+FASTER = {torch.bfloat16: 4.0}
+"""How many entries the kernel computes while tiles compute one, if not 1.5: where a mask leaves fewer, tiles do it."""
+MINUS_INFINITY = {
+    torch.bfloat16: (torch.int16, -1 << 7), torch.float16: (torch.int16, -1 << 10),
+    torch.float32: (torch.int32, -1 << 23), torch.float64: (torch.int64, -1 << 52),
+}  # fmt: skip
+"""Its bits, as an integer of a type. Masks become numbers by them 10 times as fast as by torch.where."""
+
+
+class Strip(NamedTuple):
+    """Queries and keys of one call of the kernel."""
+
+    rows: slice
+    keys: slice
+    causal: bool = False
+    keep: Tensor | None = None
+    """The mask, (B or 1, H or 1, rows or 1, keys); None if it hides nothing."""
+    added: Tensor | None = None
+    """What is added to the logits."""
+
+
+def plain(p: Problem) -> bool:
+    """Tell whether nothing is added to the logits: the kernel knows the square causal mask; one query sees all."""
+    return not p.recipe.score and (not p.recipe.mask or (p.recipe.mask == (("Causal",),) and p.M in (1, p.N)))
+
+
+def strips(p: Problem, x: Operands, most: tuple[int, int]) -> Iterator[Strip]:
+    """Yield strips that cover a call, of so many queries and keys at most; none where tiles are faster."""
+    causal = bool(p.recipe.mask) and p.M > 1
+    if plain(p):
+        for i0 in range(0, p.M, most[0]):
+            rows = slice(i0, min(i0 + most[0], p.M))
+            yield from (Strip(rows, keys) for keys in _cut(slice(0, i0 if causal else p.N), most[1]))
+            if causal:
+                yield Strip(rows, rows, True)
+        return
+    masks, scores, _ = p.values(x.extra)
+    bias = None if not scores else scores[0].captured[0].to(torch.promote_types(p.dtype, scores[0].captured[0].dtype))
+    for rows, seen, whole in _seen(p, masks):
+        for keys in _cut(seen, most[1]):
+            keep = None if whole else _keep(p, masks, rows, keys)
+            yield Strip(rows, keys, False, keep, _added(p, keep, bias, rows, keys))
+
+
+def _cut(whole: slice, most: int) -> Iterator[slice]:
+    """Cut a slice into parts of so many."""
+    return (slice(i, min(i + most, whole.stop)) for i in range(whole.start, whole.stop, most))
+
+
+def _seen(p: Problem, masks: Sequence[Mask]) -> list[tuple[slice, slice, bool]]:
+    """Return queries, the first to the last key that they may see, and whether they see all of these."""
+    if not masks:
+        return [(rows, slice(0, p.N), True) for rows in _cut(slice(0, p.M), MOST_ROWS)]
+    if p.M <= ROWS and p.N <= COLUMNS:
+        return [(slice(0, p.M), slice(0, p.N), False)]
+    possible, certain = possible_and_certain(masks, (p.B, p.H, p.M, p.N, ROWS, COLUMNS), p.N - p.M)
+    some, every = possible.flatten(0, 1).any(0).tolist(), certain.flatten(0, 1).all(0).tolist()
+    found: list[tuple[slice, slice, bool]] = []
+    for rows, tiles, whole in zip(_cut(slice(0, p.M), ROWS), some, every, strict=True):
+        at = [n for n, one in enumerate(tiles) if one] or [0]
+        keys = slice(at[0] * COLUMNS, min(p.N, at[-1] * COLUMNS + COLUMNS))
+        new = rows, keys, all(whole[at[0] : at[-1] + 1])
+        if found and (joined := _joined(found[-1], new)) and _area(joined) * len(possible) <= MOST_ENTRIES:
+            found[-1] = joined
+        else:
+            found.append(new)
+    worth = FASTER.get(p.dtype, 1.5) * ROWS * COLUMNS * sum(map(sum, some))
+    return found if sum(map(_area, found)) <= max(worth, ROWS * COLUMNS) else []
+
+
+def _area(strip: tuple[slice, slice, bool]) -> int:
+    rows, keys, _ = strip
+    return (rows.stop - rows.start) * (keys.stop - keys.start)
+
+
+def _joined(one: tuple[slice, slice, bool], other: tuple[slice, slice, bool]) -> tuple[slice, slice, bool] | None:
+    """Return two neighbors as one strip, or None where that has too many queries or entries."""
+    rows = slice(one[0].start, other[0].stop)
+    keys = slice(min(one[1].start, other[1].start), max(one[1].stop, other[1].stop))
+    joined = rows, keys, one[2] and other[2] and one[1] == other[1]
+    few = rows.stop - rows.start <= MOST_ROWS and _area(joined) <= SLACK * (_area(one) + _area(other))
+    return joined if few else None
+
+
+def _keep(p: Problem, masks: Sequence[Mask], rows: slice, keys: slice) -> Tensor:
+    """Return a strip's mask."""
+    at = Entries.at((slice(0, p.B), slice(0, p.H), rows, keys), p.N - p.M)
+    keep = torch.ones((1, 1, 1, keys.stop - keys.start), dtype=torch.bool, device="cpu")
+    for mask in masks:
+        keep = keep & mask.keep(at)
+    return keep
+
+
+def _added(p: Problem, keep: Tensor | None, bias: Tensor | None, rows: slice, keys: slice) -> Tensor | None:
+    """Return what a mask and a bias add to a strip's logits."""
+    if bias is not None:
+        bias = bias.expand(*[1] * (4 - bias.ndim), *bias.shape[:-1], p.N)
+        bias = bias[..., rows if bias.shape[2] > 1 else slice(None), keys]
+    if keep is None:
+        return bias
+    kind, bits = MINUS_INFINITY[p.dtype]
+    hidden = keep.to(kind).sub_(1).bitwise_and_(bits).view(p.dtype)
+    return hidden if bias is None else hidden + bias
