@@ -13,11 +13,13 @@ from ..call.operands import Operands
 from ..call.problem import Problem
 from ..program import Entries
 from ..values.masks import Mask
-from .sequences import COLUMNS
+from .sequences import COLUMNS, compute_type
 from .tiled import possible_and_certain
 
 ROWS, MOST_ROWS, MOST_ENTRIES = 256, 1024, 1 << 23
 """Queries of a strip under a mask, before any are joined and at most; entries of the mask of joined ones, at most."""
+FEWEST = 1 << 16
+"""Logits in fp32 whose mask is worth it: with fewer, a call takes as long as Python does."""
 SLACK = 1.25
 """How many times the entries of strips those of the joined strip may be."""
 FASTER = {torch.bfloat16: 4.0}
@@ -56,8 +58,10 @@ def strips(p: Problem, x: Operands, most: tuple[int, int]) -> Iterator[Strip]:
             if causal:
                 yield Strip(rows, rows, True)
         return
+    if p.dtype == torch.float32 and p.B * p.H * p.M * p.N < FEWEST:
+        return
     masks, scores, _ = p.values(x.extra)
-    bias = None if not scores else scores[0].captured[0].to(torch.promote_types(p.dtype, scores[0].captured[0].dtype))
+    bias = scores[0].captured[0] if scores else None
     for rows, seen, whole in _seen(p, masks):
         for keys in _cut(seen, most[1]):
             keep = None if whole else _keep(p, masks, rows, keys)
@@ -116,8 +120,9 @@ def _keep(p: Problem, masks: Sequence[Mask], rows: slice, keys: slice) -> Tensor
 def _added(p: Problem, keep: Tensor | None, bias: Tensor | None, rows: slice, keys: slice) -> Tensor | None:
     """Return what a mask and a bias add to a strip's logits."""
     if bias is not None:
-        bias = bias.expand(*[1] * (4 - bias.ndim), *bias.shape[:-1], p.N)
-        bias = bias[..., rows if bias.shape[2] > 1 else slice(None), keys]
+        bias = bias[(None,) * (4 - bias.ndim)]
+        bias = bias.expand(*bias.shape[:3], p.N)[:, :, rows if bias.shape[2] > 1 else slice(None), keys]
+        bias = bias if bias.dtype == p.dtype else bias.to(compute_type(p))
     if keep is None:
         return bias
     kind, bits = MINUS_INFINITY[p.dtype]
