@@ -66,7 +66,9 @@ class Cpu:
 
     def _forward_path(self, p: Problem) -> str:
         way = way_of(p)
-        return f"tiled torch, {way.tiles.describe(p)}" if not self.fuse or way.why_not(p) else way.tiles.FUSED
+        if not self.fuse or way.why_not(p):
+            return f"tiled torch, {way.tiles.describe(p)}"
+        return way.tiles.FUSED + ", or tiles where the mask hides most" * p.listed
 
     def _backward_path(self, p: Problem) -> str:
         forward, tiles = self._forward_path(p), f"tiled torch, {sequences.describe(p)}"

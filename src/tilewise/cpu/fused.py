@@ -13,7 +13,7 @@ from ..call.operands import Grads, Operands, Saved
 from ..call.problem import Problem, empty_parts
 from .precision import SETTING
 from .sequences import compute_type
-from .strips import Strip, plain, strips
+from .strips import FEWEST, Strip, plain, strips
 from .tiled import LARGE_LSE
 
 flash: Any = torch._scaled_dot_product_flash_attention_for_cpu  # type: ignore[attr-defined]
@@ -41,6 +41,7 @@ def why_not(p: Problem) -> list[str]:
         "another head size for v": p.D_v != p.D,
         "results in fp32": p.out_dtype != p.dtype,
         "no queries or keys": 0 in (p.B, p.M, p.N),
+        "a mask or a bias of few logits": not plain(p) and p.dtype == torch.float32 and p.B * p.H * p.M * p.N < FEWEST,
         "bf16 at the speed of bf16": p.dtype == torch.bfloat16 and not bf16_units(),
         "exact exponentials": p.dtype == torch.bfloat16 and p.scale == 0.0,  # its error is 5e-5, which rounding S hides
     })  # fmt: skip
@@ -62,13 +63,14 @@ def forward(p: Problem, x: Operands) -> Saved | None:
             lse = lse.masked_fill(~s.keep.any(-1), -torch.inf)
         found.append((_rows(p, o), lse.reshape(p.B, p.H, -1)))
     if len(found) == 1:
-        return Saved(*[t.contiguous() for t in found[0]])
+        o, lse = found[0]
+        return Saved(o.contiguous(), lse.contiguous())
     return Saved(torch.cat([o for o, _ in found], 1), torch.cat([lse for _, lse in found], 2)) if found else None
 
 
 def doubtful(p: Problem, saved: Saved) -> bool:
-    """Tell whether a row may be wrong: lse is 0 if all its logits are NaN or -inf; in fp16, o is 0 for some NaN; what is
-    added to a NaN at a hidden key leaves it NaN."""
+    """Tell whether a row may be wrong: lse is 0 if all its logits are NaN or -inf; in fp16, o is 0 for some NaN; a NaN
+    at a hidden key remains one."""
     odd = saved.lse == 0.0
     return bool((odd if plain(p) and p.dtype != torch.float16 else odd | saved.lse.isnan()).any())
 
@@ -91,8 +93,8 @@ def backward(p: Problem, x: Operands, saved: Saved, do: Tensor) -> Grads | None:
         return None
     if p.recipe.packed:  # the kernel allocates three tensors
         sums = [part.copy_(g) for part, g in zip(empty_parts(p, x), sums, strict=True)]
-        return Grads(*sums, ())
-    return Grads(*[g.to(p.dtype).contiguous() for g in sums], (None,) * len(x.extra))
+    dq, dk, dv = sums if p.recipe.packed else [g.to(p.dtype).contiguous() for g in sums]
+    return Grads(dq, dk, dv, (None,) * len(x.extra))
 
 
 class Repeated:
@@ -102,6 +104,9 @@ class Repeated:
 
     def __init__(self, p: Problem) -> None:
         self.causal, self.scale = bool(p.recipe.mask) and p.M > 1, p.scale
+        self.differentiable = p.dtype == torch.bfloat16 and p.M <= ADDED_UP[0] and p.N <= ADDED_UP[1]
+        """Whether autograd may call the kernel's backward by itself: not in fp32, where another thread may have changed
+        torch's setting by then, and not where gradients of strips are added up."""
         self.inexact = SETTING.inexact if p.dtype == torch.float32 else bool
 
     def run(self, tensors: Sequence[Tensor], seed: Tensor | None) -> tuple[Any, ...] | None:
@@ -112,7 +117,7 @@ class Repeated:
                 return None
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
             o, lse = flash(q, k, v, 0.0, self.causal, scale=self.scale)
-        return (o.transpose(1, 2), lse, seed, ()) if int(lse.count_nonzero()) == lse.numel() else None
+        return (o.transpose(1, 2), lse, seed, ()) if lse.count_nonzero().item() == lse.numel() else None
 
 
 class RepeatedBackward(Repeated):
@@ -137,12 +142,11 @@ def repeated(p: Problem, x: Operands, *given: Any) -> Any:
     """Return what repeats a forward, or given its results and do a backward, of one strip without a mask; or None."""
     backward = len(given) > 1
     why = why_not_backward(p) if backward else why_not(p)
-    grouped, small = p.M == 1 and p.H != p.H_k, p.M <= ADDED_UP[0] and p.N <= ADDED_UP[1]
     read = (*x[:3], given[1]) if backward else x[:3]
     why += holding({
         "a mask": not plain(p), "one tensor": p.recipe.packed, "NaN": p.dtype == torch.float16,
-        "rows of one head": grouped, "copies": any([t.stride(-1) != 1 for t in read]),
-        "sums of strips": backward and p.dtype == torch.bfloat16 and not small,
+        "rows of one head": p.M == 1 and p.H != p.H_k, "copies": any([t.stride(-1) != 1 for t in read]),
+        "sums of strips": backward and p.dtype == torch.bfloat16,
     })  # fmt: skip
     return None if why else RepeatedBackward(p, given[1]) if backward else Repeated(p)
 

@@ -4,6 +4,7 @@ Under a mask, neighbors are joined as long as that adds few entries.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache, reduce
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,8 @@ ROWS, MOST_ROWS, MOST_ENTRIES = 256, 1024, 1 << 23
 """Queries of a strip under a mask, before any are joined and at most; entries of the mask of joined ones, at most."""
 FEWEST = 1 << 16
 """Logits in fp32 whose mask is worth it: with fewer, a call takes as long as Python does."""
+FEW = 1 << 18
+"""Logits of a head that are not searched for what the mask hides: that would take as long as a quarter of them."""
 SLACK = 1.25
 """How many times the entries of strips those of the joined strip may be."""
 FASTER = {torch.bfloat16: 4.0}
@@ -58,14 +61,14 @@ def strips(p: Problem, x: Operands, most: tuple[int, int]) -> Iterator[Strip]:
             if causal:
                 yield Strip(rows, rows, True)
         return
-    if p.dtype == torch.float32 and p.B * p.H * p.M * p.N < FEWEST:
-        return
     masks, scores, _ = p.values(x.extra)
     bias = scores[0].captured[0] if scores else None
     for rows, seen, whole in _seen(p, masks):
         for keys in _cut(seen, most[1]):
-            keep = None if whole else _keep(p, masks, rows, keys)
-            yield Strip(rows, keys, False, keep, _added(p, keep, bias, rows, keys))
+            few = not p.extra and (rows.stop - rows.start) * (keys.stop - keys.start) <= FEW
+            mask = _kept if few else _mask
+            keep, hidden = (None, None) if whole else mask(p, masks, rows.start, rows.stop, keys.start, keys.stop)
+            yield Strip(rows, keys, False, keep, _added(p, hidden, bias, rows, keys))
 
 
 def _cut(whole: slice, most: int) -> Iterator[slice]:
@@ -77,7 +80,7 @@ def _seen(p: Problem, masks: Sequence[Mask]) -> list[tuple[slice, slice, bool]]:
     """Return queries, the first to the last key that they may see, and whether they see all of these."""
     if not masks:
         return [(rows, slice(0, p.N), True) for rows in _cut(slice(0, p.M), MOST_ROWS)]
-    if p.M <= ROWS and p.N <= COLUMNS:
+    if p.M <= MOST_ROWS and p.M * p.N <= FEW:
         return [(slice(0, p.M), slice(0, p.N), False)]
     possible, certain = possible_and_certain(masks, (p.B, p.H, p.M, p.N, ROWS, COLUMNS), p.N - p.M)
     some, every = possible.flatten(0, 1).any(0).tolist(), certain.flatten(0, 1).all(0).tolist()
@@ -108,23 +111,24 @@ def _joined(one: tuple[slice, slice, bool], other: tuple[slice, slice, bool]) ->
     return joined if few else None
 
 
-def _keep(p: Problem, masks: Sequence[Mask], rows: slice, keys: slice) -> Tensor:
-    """Return a strip's mask."""
-    at = Entries.at((slice(0, p.B), slice(0, p.H), rows, keys), p.N - p.M)
-    keep = torch.ones((1, 1, 1, keys.stop - keys.start), dtype=torch.bool, device="cpu")
-    for mask in masks:
-        keep = keep & mask.keep(at)
-    return keep
-
-
-def _added(p: Problem, keep: Tensor | None, bias: Tensor | None, rows: slice, keys: slice) -> Tensor | None:
-    """Return what a mask and a bias add to a strip's logits."""
-    if bias is not None:
-        bias = bias[(None,) * (4 - bias.ndim)]
-        bias = bias.expand(*bias.shape[:3], p.N)[:, :, rows if bias.shape[2] > 1 else slice(None), keys]
-        bias = bias if bias.dtype == p.dtype else bias.to(compute_type(p))
-    if keep is None:
-        return bias
+def _mask(p: Problem, masks: Sequence[Mask], i0: int, i1: int, j0: int, j1: int) -> tuple[Tensor, Tensor]:
+    """Return a strip's mask, and as numbers to add."""
+    at = Entries.at((slice(0, p.B), slice(0, p.H), slice(i0, i1), slice(j0, j1)), p.N - p.M)
+    keep = reduce(torch.logical_and, [mask.keep(at) for mask in masks])
+    keep = keep[(None,) * (4 - keep.ndim)].expand(*[-1] * 3, j1 - j0)
     kind, bits = MINUS_INFINITY[p.dtype]
-    hidden = keep.to(kind).sub_(1).bitwise_and_(bits).view(p.dtype)
-    return hidden if bias is None else hidden + bias
+    return keep, keep.to(kind).sub_(1).bitwise_and_(bits).view(p.dtype)
+
+
+_kept = lru_cache(16)(_mask)
+"""The same of small masks that are numbers alone."""
+
+
+def _added(p: Problem, hidden: Tensor | None, bias: Tensor | None, rows: slice, keys: slice) -> Tensor | None:
+    """Return what a mask and a bias add to a strip's logits."""
+    if bias is None:
+        return hidden
+    bias = bias[(None,) * (4 - bias.ndim)]
+    bias = bias.expand(*bias.shape[:3], p.N)[:, :, rows if bias.shape[2] > 1 else slice(None), keys]
+    bias = bias if bias.dtype == p.dtype else bias.to(compute_type(p))
+    return bias if hidden is None else hidden + bias

@@ -262,7 +262,9 @@ def _shown(p: Problem, s: Sequence) -> list[list[list[int]]]:
     return found
 
 
-def possible_and_certain(masks: Iterable[Mask], grid: tuple[int, ...], shift: int, first: int = 0) -> tuple[Any, Any]:
+def possible_and_certain(
+    masks: Iterable[Mask], grid: tuple[int, int, int, int, int, int], shift: int, first: int = 0
+) -> tuple[Any, Any]:
     """Return which tiles of a `Grid` masks may show a part of, and which they show all of."""
     every, zero = [], cast(Any, 0)
     for mask in masks:
