@@ -179,7 +179,7 @@ class _Tiled(torch.autograd.Function):
 
 
 def _tiled(case: Case, device: torch.device) -> Attention:
-    recipe = Recipe(mask=(("Causal",),) if case.causal else (), dropout=case.dropout)
+    recipe = Recipe(mask=tuple(part.plain for part in case.mask.parts), dropout=case.dropout)
     seed = torch.full((), SEED, dtype=torch.int64) if case.dropout else None
     return lambda q, k, v: _Tiled.apply(q, k, v, recipe, seed)
 
@@ -212,11 +212,13 @@ def tf32() -> Iterator[None]:
 
 
 def _sdpa(case: Case, device: torch.device) -> Attention:
+    masked = bool(case.varied.mask.parts)
+    mask = case.mask.dense(case.varied.queries or case.length, case.length).to(device) if masked else None
+    options = {"attn_mask": mask, "is_causal": case.causal and not masked, "enable_gqa": case.varied.group > 1}
+
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        grouped = case.varied.group > 1
-        o = scaled_dot_product_attention(q, k, v, dropout_p=case.dropout, is_causal=case.causal, enable_gqa=grouped)
-        return o.transpose(1, 2)
+        return scaled_dot_product_attention(q, k, v, dropout_p=case.dropout, **options).transpose(1, 2)
 
     return call
 

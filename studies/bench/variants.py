@@ -67,6 +67,7 @@ VARIANTS = {
 }
 """Every variant, by name."""
 SHAPES = {
+    "8 queries": Variant(queries=8),
     "GQA 4, one query": Variant(group=4, queries=1),
     "GQA 4, 2048 queries": Variant(group=4, queries=2048),
 }

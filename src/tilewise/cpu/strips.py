@@ -85,14 +85,18 @@ def _seen(p: Problem, masks: Sequence[Mask]) -> list[tuple[slice, slice, bool]]:
     possible, certain = possible_and_certain(masks, (p.B, p.H, p.M, p.N, ROWS, COLUMNS), p.N - p.M)
     some, every = possible.flatten(0, 1).any(0).tolist(), certain.flatten(0, 1).all(0).tolist()
     found: list[tuple[slice, slice, bool]] = []
+    areas: list[int] = []
     for rows, tiles, whole in zip(_cut(slice(0, p.M), ROWS), some, every, strict=True):
         at = [n for n, one in enumerate(tiles) if one] or [0]
         keys = slice(at[0] * COLUMNS, min(p.N, at[-1] * COLUMNS + COLUMNS))
         new = rows, keys, all(whole[at[0] : at[-1] + 1])
-        if found and (joined := _joined(found[-1], new)) and _area(joined) * len(possible) <= MOST_ENTRIES:
-            found[-1] = joined
+        joined = _joined(found[-1], new) if found else None
+        own = _area(new) + (areas[-1] if joined else 0)
+        if joined and _area(joined) <= min(SLACK * own, MOST_ENTRIES / len(possible)):
+            found[-1], areas[-1] = joined, own
         else:
             found.append(new)
+            areas.append(_area(new))
     worth = FASTER.get(p.dtype, 1.5) * ROWS * COLUMNS * sum(map(sum, some))
     return found if sum(map(_area, found)) <= max(worth, ROWS * COLUMNS) else []
 
@@ -103,12 +107,11 @@ def _area(strip: tuple[slice, slice, bool]) -> int:
 
 
 def _joined(one: tuple[slice, slice, bool], other: tuple[slice, slice, bool]) -> tuple[slice, slice, bool] | None:
-    """Return two neighbors as one strip, or None where that has too many queries or entries."""
+    """Return two neighbors as one strip, or None where that has too many queries."""
     rows = slice(one[0].start, other[0].stop)
     keys = slice(min(one[1].start, other[1].start), max(one[1].stop, other[1].stop))
-    joined = rows, keys, one[2] and other[2] and one[1] == other[1]
-    few = rows.stop - rows.start <= MOST_ROWS and _area(joined) <= SLACK * (_area(one) + _area(other))
-    return joined if few else None
+    whole = one[2] and other[2] and one[1] == other[1]
+    return (rows, keys, whole) if rows.stop - rows.start <= MOST_ROWS else None
 
 
 def _mask(p: Problem, masks: Sequence[Mask], i0: int, i1: int, j0: int, j1: int) -> tuple[Tensor, Tensor]:
