@@ -83,7 +83,7 @@ def backward(p: Problem, x: Operands, saved: Saved, do: Tensor) -> Grads | None:
     sums: Any = None
     for s in strips(p, x, ADDED_UP if p.dtype.itemsize == 2 else (p.M, p.N)):
         found = _kernel_backward(p, _part(p, s, *x[:3], saved.o, do), lse[..., s.rows], s)
-        if [g.shape for g in found] == [t.shape for t in x[:3]]:
+        if [g.shape for g in found] == [t.shape for t in x[:3]]:  # there is no other
             sums = found
             break
         sums = sums or [torch.zeros(t.shape, dtype=compute_type(p), device="cpu") for t in x[:3]]

@@ -65,8 +65,7 @@ def strips(p: Problem, x: Operands, most: tuple[int, int]) -> Iterator[Strip]:
     bias = scores[0].captured[0] if scores else None
     for rows, seen, whole in _seen(p, masks):
         for keys in _cut(seen, most[1]):
-            few = not p.extra and (rows.stop - rows.start) * (keys.stop - keys.start) <= FEW
-            mask = _kept if few else _mask
+            mask = _mask if p.extra or _area((rows, keys, whole)) > FEW else _kept
             keep, hidden = (None, None) if whole else mask(p, masks, rows.start, rows.stop, keys.start, keys.stop)
             yield Strip(rows, keys, False, keep, _added(p, hidden, bias, rows, keys))
 
@@ -133,5 +132,5 @@ def _added(p: Problem, hidden: Tensor | None, bias: Tensor | None, rows: slice, 
         return hidden
     bias = bias[(None,) * (4 - bias.ndim)]
     bias = bias.expand(*bias.shape[:3], p.N)[:, :, rows if bias.shape[2] > 1 else slice(None), keys]
-    bias = bias if bias.dtype == p.dtype else bias.to(compute_type(p))
+    bias = bias.to(p.dtype if bias.dtype == p.dtype else compute_type(p))
     return bias if hidden is None else hidden + bias
