@@ -224,8 +224,9 @@ SUITES = {
             ("tilewise", "tilewise tiled", "sdpa", "standard"), 7, 2048, (512, 2048), devices=("cpu",),
         ),
         Suite(
-            "short-cpu", "1024 sequences of 4 tokens, few queries, shared key heads and windows, on the CPU", _short_cpu(),
-            (FORWARD, BOTH), ("tilewise", "tilewise tiled", "sdpa"), 9, 2048, (4, 64), tables=("time",), devices=("cpu",),
+            "short-cpu", "1024 sequences of 4 tokens, few queries, shared key heads and windows, on the CPU",
+            _short_cpu(), (FORWARD, BOTH),
+            ("tilewise", "tilewise tiled", "sdpa"), 9, 2048, (4, 64), tables=("time",), devices=("cpu",),
         ),
         Suite(
             "llmc", "llm.c's GPT-2 in fp32: batch 4, 12 heads of 64, causal; and heads of 128",

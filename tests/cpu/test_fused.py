@@ -130,7 +130,7 @@ def test_a_tiny_call_makes_few_calls_in_python(monkeypatch, dtype, most):
     monkeypatch.setattr(UNITS, lambda: True)
     q, k, v = (torch.randn(1, n, 4, 64, dtype=dtype) for n in (8, 64, 64))
     for _ in range(3):
-        tw.attention(q, k, v)
+        assert tw.attention(q, k, v).is_contiguous()
     made = []
     sys.setprofile(lambda frame, event, arg: made.append(frame.f_code.co_name) if event == "call" else None)
     try:

@@ -83,8 +83,8 @@ def backward(p: Problem, x: Operands, saved: Saved, do: Tensor) -> Grads | None:
     sums: Any = None
     for s in strips(p, x, ADDED_UP if p.dtype.itemsize == 2 else (p.M, p.N)):
         found = _kernel_backward(p, _part(p, s, *x[:3], saved.o, do), lse[..., s.rows], s)
-        if [g.shape for g in found] == [t.shape for t in x[:3]]:  # there is no other
-            sums = found
+        if [g.shape for g in found] == [t.shape for t in x[:3]]:
+            sums = found  # there is no other strip
             break
         sums = sums or [torch.zeros(t.shape, dtype=compute_type(p), device="cpu") for t in x[:3]]
         for total, grad, at in zip(sums, found, (s.rows, s.keys, s.keys), strict=True):
@@ -140,12 +140,10 @@ class RepeatedBackward(Repeated):
 
 def repeated(p: Problem, x: Operands, *given: Any) -> Any:
     """Return what repeats a forward, or given its results and do a backward, of one strip without a mask; or None."""
-    backward = len(given) > 1
-    why = why_not_backward(p) if backward else why_not(p)
-    read = (*x[:3], given[1]) if backward else x[:3]
+    backward, why = (True, why_not_backward(p)) if len(given) > 1 else (False, why_not(p))
     why += holding({
         "a mask": not plain(p), "one tensor": p.recipe.packed, "NaN": p.dtype == torch.float16,
-        "rows of one head": p.M == 1 and p.H != p.H_k, "copies": any([t.stride(-1) != 1 for t in read]),
+        "rows of one head": p.M == 1 and p.H != p.H_k, "copies": any([t.stride(-1) != 1 for t in (*x[:3], *given[1:])]),
         "sums of strips": backward and p.dtype == torch.bfloat16,
     })  # fmt: skip
     return None if why else RepeatedBackward(p, given[1]) if backward else Repeated(p)
@@ -157,16 +155,16 @@ def _part(p: Problem, s: Strip, *tensors: Tensor) -> list[Tensor]:
 
 
 def _kernel(p: Problem, x: Sequence[Tensor], s: Strip) -> tuple[Tensor, Tensor]:
-    q, k, v = x
-    return flash(_queries(p, q), _heads_first(k), _heads_first(v), 0.0, s.causal, attn_mask=s.added, scale=p.scale)
+    k, v = _heads_first(x[1]), _heads_first(x[2])
+    return flash(_queries(p, x[0]), k, v, 0.0, s.causal, attn_mask=s.added, scale=p.scale)
 
 
 def _kernel_backward(p: Problem, x: Sequence[Tensor], lse: Tensor, s: Strip) -> tuple[Tensor, ...]:
     """Return dq, dk and dv, in any strides."""
     q, o, do = [_queries(p, x[n]) for n in (0, 3, 4)]
     k, v = _heads_first(x[1]), _heads_first(x[2])
-    lse = lse.reshape(q.shape[:3])
-    dq, dk, dv = flash_backward(do, q, k, v, o, lse, 0.0, s.causal, attn_mask=s.added, scale=p.scale)
+    given = do, q, k, v, o, lse.reshape(q.shape[:3])
+    dq, dk, dv = flash_backward(*given, 0.0, s.causal, attn_mask=s.added, scale=p.scale)
     return _rows(p, dq), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
