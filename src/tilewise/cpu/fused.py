@@ -139,15 +139,15 @@ class RepeatedBackward(Repeated):
         return [g.transpose(1, 2).contiguous() for g in found]
 
 
-def repeated(p: Problem, x: Operands, *given: Any) -> Any:
+def repeated(p: Problem, x: Operands, given: Any, do: Tensor | None = None) -> Any:
     """Return what repeats a forward, or given its results and do a backward, of one strip without a mask; or None."""
-    backward, why = (True, why_not_backward(p)) if len(given) > 1 else (False, why_not(p))
+    why, read = (why_not(p), x[:3]) if do is None else (why_not_backward(p), (*x[:3], do))
     why += holding({
         "a mask": not plain(p), "one tensor": p.recipe.packed, "NaN": p.dtype == torch.float16,
-        "rows of one head": p.M == 1 and p.H != p.H_k, "copies": any([t.stride(-1) != 1 for t in (*x[:3], *given[1:])]),
-        "sums of strips": backward and p.dtype == torch.bfloat16,
+        "rows of one head": p.M == 1 and p.H != p.H_k, "copies": any([t.stride(-1) != 1 for t in read]),
+        "sums of strips": do is not None and p.dtype == torch.bfloat16,
     })  # fmt: skip
-    return None if why else RepeatedBackward(p, given[1]) if backward else Repeated(p)
+    return None if why else Repeated(p) if do is None else RepeatedBackward(p, do)
 
 
 def _part(p: Problem, s: Strip, *tensors: Tensor) -> list[Tensor]:
@@ -156,15 +156,14 @@ def _part(p: Problem, s: Strip, *tensors: Tensor) -> list[Tensor]:
 
 
 def _kernel(p: Problem, x: Sequence[Tensor], s: Strip) -> tuple[Tensor, Tensor]:
-    k, v = _heads_first(x[1]), _heads_first(x[2])
-    return flash(_queries(p, x[0]), k, v, 0.0, s.causal, attn_mask=s.added, scale=p.scale)
+    given = _queries(p, x[0]), _heads_first(x[1]), _heads_first(x[2])
+    return flash(*given, 0.0, s.causal, attn_mask=s.added, scale=p.scale)
 
 
 def _kernel_backward(p: Problem, x: Sequence[Tensor], lse: Tensor, s: Strip) -> tuple[Tensor, ...]:
     """Return dq, dk and dv, in any strides."""
     q, o, do = [_queries(p, x[n]) for n in (0, 3, 4)]
-    k, v = _heads_first(x[1]), _heads_first(x[2])
-    given = do, q, k, v, o, lse.reshape(q.shape[:3])
+    given = do, q, _heads_first(x[1]), _heads_first(x[2]), o, lse.reshape(q.shape[:3])
     dq, dk, dv = flash_backward(*given, 0.0, s.causal, attn_mask=s.added, scale=p.scale)
     return _rows(p, dq), dk.transpose(1, 2), dv.transpose(1, 2)
 
