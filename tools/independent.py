@@ -11,7 +11,7 @@ from typing import Any
 from studies.bench.results import OURS, RESULTS, file_of, load, rows_of
 from studies.bench.tables import geometric_mean, length_label, markdown
 
-H100, H200, AMX = "nvidia-h100-80gb-hbm3", "nvidia-h200", "cpu-with-amx"
+H100, H200 = "nvidia-h100-80gb-hbm3", "nvidia-h200"
 CARDS = {"H100": H100, "H200": H200}
 """Those with suites and serving, by the names that tables show."""
 RUN, SERVING, FIRST = "independent.json", "serving.json", "first-call.json"

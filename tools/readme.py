@@ -46,7 +46,7 @@ STAMPS = {
     "of-first": ("first-empty", "first-full"),
 }  # fmt: skip
 """What says the version and the date of which numbers, on the line of each; empty where their kernels are shipped."""
-GPU, CPU = independent.H200, "amd-epyc-2-threads"
+GPU, CPU, AMX = independent.H200, "amd-epyc-2-threads", "intel-r-xeon-r-processor-1-threads"
 DECODED = ("1 x 32k", "64 x 8k")
 """Sequences x keys of the README's shares of reading."""
 STAMPED = (
@@ -85,8 +85,7 @@ def measured(results: Path) -> dict[str, str]:
     found = _fp32(gpu, stamped) | _memory(gpu, stamped) | _host(gpu) | _cpu(cpu) | stamped
     found |= independent.grid(results) | independent.decoding(results) | independent.many_gpus(results)
     found |= _steps(results) | _first(results)
-    least, most = independent.read(independent.AMX, independent.RUN, results)["bf16 over SDPA"]
-    found["cpu-amx"] = f"{least}-{most}"
+    found["cpu-amx"] = _cpu(load(file_of(results, AMX)))["cpu-bf16"]
     return found | _hopper(file_of(results, GPU), gpu, found)
 
 
@@ -118,7 +117,7 @@ def stamps(results: Path) -> dict[str, str]:
         "of-classic": of(gpu, "classic"),
         "of-host": of(gpu, "host"),
         "of-cpu": of(cpu, "cpu"),
-        "of-amx": alone(independent.AMX, independent.RUN, "cpu"),
+        "of-amx": of(load(file_of(results, AMX)), "cpu"),
         "of-serve": "".join(served),
         "of-independent": alone(independent.H100, independent.RUN, "hopper"),
         "of-first": alone(independent.H100, independent.FIRST, "hopper forward D128", "hopper backward D128"),

@@ -182,7 +182,7 @@ class _Tiled(torch.autograd.Function):
 
 
 def _tiled(case: Case, device: torch.device) -> Attention:
-    recipe = Recipe(mask=(("Causal",),) if case.causal else (), dropout=case.dropout)
+    recipe = Recipe(mask=tuple(part.plain for part in case.mask.parts), dropout=case.dropout)
     seed = torch.full((), SEED, dtype=torch.int64) if case.dropout else None
     return lambda q, k, v: _Tiled.apply(q, k, v, recipe, seed)
 

@@ -181,6 +181,9 @@ def _short_cpu() -> tuple[Case, ...]:
     return (
         Case(1024, 8, 4, 64, "fp32", causal=True, variant="GQA 4"),
         Case(1, 8, 32768, 64, "fp32", variant="GQA 4, one query"),
+        *(Case(1, 4, 64, 64, dtype, variant="8 queries") for dtype in ("fp32", "bf16")),
+        *(Case(1, 8, 1024, 64, dtype, variant="GQA 4") for dtype in ("fp32", "bf16")),
+        *(Case(1, 8, 2048, 64, dtype, causal=True, variant="window 1024") for dtype in ("fp32", "bf16")),
     )
 
 
@@ -252,8 +255,9 @@ SUITES = {
             ("tilewise", "tilewise tiled", "sdpa", "standard"), 7, 2048, (512, 2048), devices=("cpu",),
         ),
         Suite(
-            "short-cpu", "1024 sequences of 4 tokens, and one query over 32k keys, on the CPU", _short_cpu(),
-            (FORWARD, BOTH), ("tilewise", "tilewise tiled", "sdpa"), 9, 2048, (4,), tables=("time",), devices=("cpu",),
+            "short-cpu", "1024 sequences of 4 tokens, few queries, shared key heads and windows, on the CPU",
+            _short_cpu(), (FORWARD, BOTH),
+            ("tilewise", "tilewise tiled", "sdpa"), 9, 2048, (4, 64), tables=("time",), devices=("cpu",),
         ),
         Suite(
             "llmc", "llm.c's GPT-2 in fp32: batch 4, 12 heads of 64, causal; and heads of 128",

@@ -76,6 +76,7 @@ VARIANTS = {
 }
 """Every variant, by name."""
 SHAPES = {
+    "8 queries": Variant(queries=8),
     "GQA 4, one query": Variant(group=4, queries=1),
     "GQA 4, 2048 queries": Variant(group=4, queries=2048),
     "128 documents": Variant(cuts=DOCUMENTS),

@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend
 
 import tilewise as tw
 from tilewise.call.backend import load
+from tilewise.call.calls import forget
 
 from . import rule
 from .cases import CASES, Call, Case, make
@@ -32,9 +33,13 @@ def chosen(backend: str) -> Iterator[str]:
     """The back end's name for `attention`, and the CPU's set to the path that is meant."""
     cpu: Any = load("cpu")
     before, cpu.fuse = cpu.fuse, backend != "cpu-tiled"
+    if before != cpu.fuse:
+        forget()
     try:
         yield backend.partition("-")[0]
     finally:
+        if before != cpu.fuse:
+            forget()
         cpu.fuse = before
 
 

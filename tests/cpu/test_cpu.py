@@ -146,7 +146,7 @@ def matmul():
 def test_the_matmul_setting_is_put_back(matmul, setting, dtype):
     matmul.fp32_precision = setting
     q = torch.randn(1, 8, 2, 8, dtype=dtype, requires_grad=True)
-    tw.attention(q, q, q, mask=tw.Window(3, 0)).sum().backward()
+    tw.attention(q, q, q, score=tw.SoftCap(3.0)).sum().backward()
     assert matmul.fp32_precision == setting
 
 
@@ -171,7 +171,7 @@ def test_the_matmul_setting_is_put_back_after_an_error(matmul, monkeypatch):
     monkeypatch.setattr("tilewise.cpu.tiled._forward_tile", fail)
     q = torch.randn(1, 8, 2, 8, dtype=torch.bfloat16)
     with pytest.raises(MemoryError, match="no more"):
-        tw.attention(q, q, q)
+        tw.attention(q, q, q, score=tw.SoftCap(3.0))
     assert matmul.fp32_precision == "tf32"
 
 
@@ -198,16 +198,16 @@ def test_both_of_torchs_interfaces_for_fp32_products_are_read(matmul, setting, a
 def test_threads_do_not_disturb_each_other():
     """fp32 and bf16 calls side by side give what they give alone."""
     calls = [
-        (*(torch.randn(1, 300, 2, 32, dtype=dtype) for _ in range(3)), mask)
+        (*(torch.randn(1, 300, 2, 32, dtype=dtype) for _ in range(3)), score)
         for dtype in (torch.float32, torch.bfloat16)
-        for mask in (tw.Window(100, 0), tw.Causal())
+        for score in ((), tw.SoftCap(3.0))
     ]
-    alone = [tw.attention(q, k, v, mask=mask) for q, k, v, mask in calls]
+    alone = [tw.attention(q, k, v, score=score) for q, k, v, score in calls]
     wrong = []
 
     def work(index):
-        q, k, v, mask = calls[index]
-        wrong.extend(index for _ in range(15) if not torch.equal(tw.attention(q, k, v, mask=mask), alone[index]))
+        q, k, v, score = calls[index]
+        wrong.extend(index for _ in range(15) if not torch.equal(tw.attention(q, k, v, score=score), alone[index]))
 
     threads = [threading.Thread(target=work, args=(index,)) for index in range(len(calls))]
     for thread in threads:

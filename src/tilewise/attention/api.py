@@ -132,7 +132,7 @@ def attention(
     call, tensors = Call(recipe, longest), (*x[:3], *x.extra)
     found = attend(tensors, drawn, call, return_lse)
     if key is not None and len(given) == len(tensors) and all(map(is_, given, tensors)):  # no argument was converted
-        learn(key, given, tensors, drawn, call)
+        learn(key, given, tensors, drawn, call, return_lse)
     return found if return_lse or isinstance(found, Tensor) else found[0]
 
 

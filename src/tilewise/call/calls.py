@@ -101,7 +101,8 @@ def find(key: Any, tensors: Sequence[Any]) -> Any:
     if (entry := CALLS.get(key)) is None:
         return None
     alike, twice, settings, found = entry
-    return found if twice is settings is None and alike(*tensors) else _search(key, tensors)
+    same = twice is None and alike(*tensors) and (settings is None or settings == _settings(tensors[0]))
+    return found if same else _search(key, tensors)
 
 
 def _search(key: Any, tensors: Sequence[Any]) -> Any:

@@ -210,7 +210,7 @@ def _route(
                 call = Call(recipe, longest)
                 o = attend((*x[:3], *x.extra), seed, call)[0]
                 if at is not None and x.q is q and x.k is k and x.v is v:  # autocast changed nothing
-                    learn(at, given, x[:3], seed, call)
+                    learn(at, given, x[:3], seed, call, both=False)
                 return _as_given(of_call, attn_mask, dropout_p, enable_gqa, o)
     if COUNTING:
         count_fell_back(against)

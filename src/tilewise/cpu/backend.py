@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..call.backend import FORWARD, Pass, Plan
+from ..call.backend import FORWARD, Pass, Plan, never
 from ..call.operands import Grads, Operands, Saved
 from ..call.problem import Problem
 from ..quantize.codes import quantize
@@ -20,7 +20,7 @@ class Way(NamedTuple):
     """How forwards of a layout are computed: by PyTorch's kernel, unless `why_not` says what a call needs that it
     lacks, or in `tiles`, a module that gives sequences."""
 
-    fused: Callable[[Problem, Operands], Saved]
+    fused: Callable[[Problem, Operands], Saved | None]
     why_not: Callable[[Problem], list[str]]
     tiles: Any
 
@@ -61,11 +61,14 @@ class Cpu:
     def plan(self, problem: Problem, which: Pass) -> Plan:
         """Return how a pass runs: by PyTorch's kernel, or by the tiled algorithm."""
         run, describe = (self.forward, self._forward_path) if which is FORWARD else (self.backward, self._backward_path)
-        return Plan(partial(run, problem), lambda: (describe(problem),))
+        repeat = partial(fused.repeated, problem) if self.fuse and way_of(problem) is ROWS else never
+        return Plan(partial(run, problem), lambda: (describe(problem),), repeat=repeat)
 
     def _forward_path(self, p: Problem) -> str:
         way = way_of(p)
-        return f"tiled torch, {way.tiles.describe(p)}" if not self.fuse or way.why_not(p) else way.tiles.FUSED
+        if not self.fuse or way.why_not(p):
+            return f"tiled torch, {way.tiles.describe(p)}"
+        return way.tiles.FUSED + ", or tiles where the mask hides most" * p.listed
 
     def _backward_path(self, p: Problem) -> str:
         forward, tiles = self._forward_path(p), f"tiled torch, {sequences.describe(p)}"
@@ -80,7 +83,7 @@ class Cpu:
         with exact_products(way.tiles.product_type(p)):
             if self.fuse and not way.why_not(p):
                 saved = way.fused(p, x)
-                if not fused.doubtful(saved):
+                if saved is not None and not fused.doubtful(p, saved):
                     return saved
             return tiled.forward(p, x, seed, way.tiles.sequences(p, x))
 
@@ -98,9 +101,8 @@ class Cpu:
         do = torch.zeros_like(saved.o) if do is None else do
         with exact_products(p.dtype):
             covered = self.fuse and dlse is None and not fused.why_not_backward(p)
-            if covered and not bool(saved.lse.isneginf().any()):  # exp(-inf - -inf) is NaN there
-                return fused.backward(p, x, saved, do)
-            return tiled.backward(p, x, saved, do, dlse)
+            grads = fused.backward(p, x, saved, do) if covered else None
+            return tiled.backward(p, x, saved, do, dlse) if grads is None else grads
 
 
 backend = Cpu()

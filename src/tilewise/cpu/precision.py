@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from threading import RLock
+from typing import Any
 
 import torch
 
@@ -14,6 +15,7 @@ FORK_SECONDS = 1.0
 """The longest time that a fork waits for a call in another thread."""
 
 mkldnn = torch.backends.mkldnn
+PRECISION: Any = torch._C._get_fp32_precision_getter
 
 
 class Setting:
@@ -46,6 +48,10 @@ class Setting:
             finally:
                 mkldnn.matmul.fp32_precision = before  # type: ignore[attr-defined]
                 self.of_user = outer
+
+    def inexact(self) -> bool:
+        """Tell whether fp32 products are not those of plain fp32. Ask with the lock."""
+        return PRECISION("mkldnn", "matmul") not in ("none", "ieee")
 
     def _before_fork(self) -> None:
         self.lock.acquire(timeout=FORK_SECONDS)

@@ -19,6 +19,7 @@ from ..program import Entries
 from ..program.bounds import Grid, tiles
 from ..quantize.dequantize import probabilities
 from ..values.dropout import philox
+from ..values.masks import Mask
 from .sequences import COLUMNS, Sequence, choose_tiles, compute_type, count_of, heads_first, heads_serially, sequences
 
 LOG2E = 1.4426950408889634
@@ -248,12 +249,8 @@ def _shown(p: Problem, s: Sequence) -> list[list[list[int]]]:
     rounds, rows, columns = list(heads_serially(s)), -(-M // B_r), -(-N // s.width)
     if not s.masks or rows * columns <= 1:
         return [[[OPEN if s.masks else WHOLE] * columns] * rows] * len(rounds)
-    every, zero = [], cast(Any, 0)
-    for mask in s.masks:
-        program, tensors, numbers, _ = mask.traced
-        first: Any = mask.rows(Entries(zero, zero, zero, zero, s.shift)).i  # the index of row 0
-        every.append(tiles(program, tensors, numbers, Grid(count_of(s), p.H, M, N, B_r, s.width, first, s.b.start)))
-    possible, certain = [reduce(torch.logical_and, shown) for shown in zip(*every, strict=True)]
+    grid = count_of(s), p.H, M, N, B_r, s.width
+    possible, certain = possible_and_certain(s.masks, grid, s.shift, s.b.start)
     shown = possible.int() + certain
     if shown.shape[:2] == (1, 1):
         return [shown[0, 0].tolist()] * len(rounds)
@@ -263,6 +260,19 @@ def _shown(p: Problem, s: Sequence) -> list[list[list[int]]]:
         least, most = own.flatten(0, 1).aminmax(dim=0)
         found.append(least.where(least == most, OPEN).tolist())
     return found
+
+
+def possible_and_certain(
+    masks: Iterable[Mask], grid: tuple[int, int, int, int, int, int], shift: int, first: int = 0
+) -> tuple[Any, Any]:
+    """Return which tiles of a `Grid` masks may show a part of, and which they show all of."""
+    every, zero = [], cast(Any, 0)
+    for mask in masks:
+        program, tensors, numbers, _ = mask.traced
+        row: Any = mask.rows(Entries(zero, zero, zero, zero, shift)).i  # the index of row 0
+        every.append(tiles(program, tensors, numbers, Grid(*grid, row, first)))
+    possible, certain = [reduce(torch.logical_and, shown) for shown in zip(*every, strict=True)]
+    return possible, certain
 
 
 def _tiles(s: Sequence, h: slice, i0: int, i1: int, row: Iterable[int]) -> Iterator[Tile]:
