@@ -124,8 +124,9 @@ def empty_scratch(p: Problem, device: torch.device, given: Keys | None = None) -
     q_descale, do_descale, do_norm, D_top = (torch.empty(sizes.queries, device=device) for _ in range(4))
     scales = Scales(q_descale, do_descale, keys.k_descale, keys.v_descale, do_norm, keys.v_norm, D_top)
     row_values = empty_row_scratch(p, sizes.tile, 0, device)
-    if row_values.gqa_sums is not None:  # its preprocess kernel has no room for it
-        row_values.gqa_sums.semaphore.zero_()
+    sums: Any = row_values.gqa_sums
+    if sums is not None:  # in fp32 the preprocess kernel zeroes no semaphore
+        sums.semaphore.zero_()
     return Scratch(q, do, keys, scales, row_values, given is not None)
 
 
