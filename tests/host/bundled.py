@@ -23,7 +23,7 @@ CHIPS = ("sm_80", "gfx942")
 
 def call(chip: str, size: int = 16) -> Call:
     """Return a call whose forward compiles in a second."""
-    x = torch.empty(1, 64, 2, size, dtype=torch.float16, device="meta")
+    x = torch.empty(1, 80, 2, size, dtype=torch.float16, device="meta")
     return call_of(chip, False, x, x, x)
 
 

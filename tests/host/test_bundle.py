@@ -63,7 +63,7 @@ def step(**variables):
 
 def nothing_was_compiled(passes, end):
     """Tell whether a step was taken without reading a kernel's source."""
-    assert [name for one in passes for name in one["found"]] == KERNELS
+    assert {name for one in passes for name in one["found"]} == {*KERNELS}, "some of them beside the forward, too"
     assert [one["launched"] for one in passes] == [1, 3]
     return not end["read"] and not any(one["compiled"] for one in passes)
 
@@ -78,7 +78,7 @@ def test_a_step_with_a_bundle_and_an_empty_cache_compiles_nothing(warmed, tmp_pa
     path, hash, compiled = warmed
     passes, end = step(TRITON_CACHE_DIR=str(tmp_path / "cache"), TILEWISE_BUNDLE=f"{path}#sha256={hash}")
     assert nothing_was_compiled(passes, end)
-    assert end["unpacked"] == KERNELS
+    assert sorted(end["unpacked"]) == sorted(KERNELS)
     assert binaries(tmp_path / "cache") == binaries(compiled)
     assert len(binaries(compiled)) == 4
     assert path.stat().st_size < 4 * 30_000
