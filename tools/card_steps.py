@@ -129,6 +129,8 @@ def steps(results: Path, device: str) -> Iterator[Step]:
         yield of_suite(suite, file_of(results, device, "card.json"), minutes)
     steps_of_models = ("-m", "studies", "bench", "--suite", "models", "--results", str(results))
     yield Step("models, in time", steps_of_models, every, 11, models.FILES, silence=6)
+    short = ("-m", "studies.bench.eager", "--results", str(results))
+    yield Step("short calls, in time", short, every, 6, ("studies/bench/eager.py",), silence=4)
     rated = f"{PARALLEL.replace('.', '/')}.py"
     ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "gpu", "-m", PARALLEL)
     yield Step("parallel, in time", (*ranks, "--results", str(results)), every, 6, (rated,), silence=10)

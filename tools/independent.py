@@ -123,7 +123,7 @@ def decoding(results: Path = RESULTS) -> dict[str, str]:
 
 def first(results: Path = RESULTS) -> dict[str, float]:
     """Return the seconds of the first forward and backward of a process, by the state of Triton's cache."""
-    content = read(H100, FIRST, results)
+    content = read(H200, FIRST, results)
     commit = content["environment"]["commit"]
     return {
         state: sum([row["seconds"] for row in content[f"{commit}, {state} cache"] if row.get("length") == 2048])

@@ -120,7 +120,7 @@ def stamps(results: Path) -> dict[str, str]:
         "of-amx": of(load(file_of(results, AMX)), "cpu"),
         "of-serve": "".join(served),
         "of-independent": alone(independent.H100, independent.RUN, "hopper"),
-        "of-first": alone(independent.H100, independent.FIRST, "hopper forward D128", "hopper backward D128"),
+        "of-first": alone(independent.H200, independent.FIRST, "hopper forward D128", "hopper backward D128"),
     }
 
 
@@ -132,7 +132,7 @@ def _steps(results: Path) -> dict[str, str]:
 
 def _first(results: Path) -> dict[str, str]:
     """Seconds of a first forward and backward."""
-    return {f"first-{state}": f"{seconds:.0f}" for state, seconds in independent.first(results).items()}
+    return {f"first-{state}": f"{seconds:.1f}" for state, seconds in independent.first(results).items()}
 
 
 def _asked(results: Path, stamped: dict[str, str]) -> str:

@@ -263,19 +263,20 @@ def processor() -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure, and write all rows to a file."""
+    """Measure, and write rows to a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, help="write <device name>/eager.json in this folder")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="one small model, few calls")
     given = parser.parse_args(arguments)
+    env, found = results.environment(torch.device(given.device)), []
     with torch.cuda.stream(torch.cuda.Stream() if given.device == "cuda" else None):  # the default one has no graphs
-        found = list(rows(given.device, given.quick))
-    if given.results:
-        env = results.environment(torch.device(given.device))
-        content = {"device": env["device"], "processor": processor(), "environment": env, "rows": found}
-        results.save_states(content, [env])
-        results.write(results.file_of(given.results, env["device"], "eager.json"), content)
+        for one in rows(given.device, given.quick):
+            found.append(one)
+            if given.results:  # a run that is cut off has its rows
+                content = {"device": env["device"], "processor": processor(), "environment": env, "rows": found}
+                results.save_states(content, [env])
+                results.write(results.file_of(given.results, env["device"], "eager.json"), content)
 
 
 if __name__ == "__main__":
