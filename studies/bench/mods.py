@@ -229,5 +229,21 @@ def full_bias(size: Size, draw: torch.Generator) -> Made:
 )  # fmt: skip
 def swin(size: Size, draw: torch.Generator) -> Made:
     """Make a bias that all windows of 7 x 7 tokens share."""
-    made = biased(draw, size.H, size.N, size.N)
+    return of_one_tile(biased(draw, size.H, size.N, size.N))
+
+
+@mod(
+    "Swin, shifted windows", Bar(ATTENTION_BIAS, 1.2, (FORWARD,), ours=f"tilewise {ONE_TILE}"),
+    Bar(ATTENTION_BIAS, 1.0, (BACKWARD,), ours=f"tilewise {ONE_TILE}"),
+    sizes=(Size(1024, 49, 8, 32),), tokens=49,
+)  # fmt: skip
+def swin_shifted(size: Size, draw: torch.Generator) -> Made:
+    """Make a bias for each window, as timm adds the mask of shifted windows to the one that they share."""
+    bias = normal(draw, size.B, size.H, size.N, size.N, dtype=torch.bfloat16)
+    ours: Any = {"Bias": {"score": tw.Bias(bias)}}
+    return of_one_tile(Made("score", lambda s, b, h, i, j, bias: s + bias[b, h, i, j], (bias,), ours, bias))
+
+
+def of_one_tile(made: Made) -> Made:
+    """Return a bias with the call that names the kernels of one tile a head."""
     return made._replace(ours={**made.ours, ONE_TILE: made.ours["Bias"] | {"backend": "triton"}})

@@ -17,28 +17,30 @@ OFF = 2e-2
 NAMES = ("o", "lse", "dq", "dk", "dv", "dsink", "dbias")
 
 
-def options(variant, H, M, N):
+def options(variant, B, H, M, N):
     """Options of a call, and its bias and sink."""
     bias = (0.5 * torch.randn(H, M, N, device="cuda")).requires_grad_()
+    own = (0.5 * torch.randn(B, H, M, N, device="cuda")).requires_grad_()
     sink = torch.randn(H, device="cuda", requires_grad=True)
     made = {
         "plain": ({}, None, None),
         "causal": ({"mask": tw.Causal()}, None, None),
         "bias": ({}, bias, None),
+        "bias of batch entries": ({}, own, None),
         "all": ({"mask": tw.Causal() & tw.Window(20, 0), "dropout": 0.2}, bias, sink),
     }
     return made[variant]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("variant", ["plain", "causal", "bias", "all"])
+@pytest.mark.parametrize("variant", ["plain", "causal", "bias", "bias of batch entries", "all"])
 @pytest.mark.parametrize("size", SIZES)
 def test_every_result_is_right_and_repeats(size, variant, dtype):
     torch.manual_seed(0)
     B, M, N, H, H_k, D = SIZES[size]
     q, k, v, do = (torch.randn(B, n, h, D, device="cuda").to(dtype) for n, h in ((M, H), (N, H_k), (N, H_k), (M, H)))
     dlse = torch.randn(B, H, M, device="cuda")
-    given, bias, sink = options(variant, H, M, N)
+    given, bias, sink = options(variant, B, H, M, N)
     scores = (tw.Bias(bias),) if bias is not None else ()
     leaves = [q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), *(t for t in (sink, bias) if t is not None)]
 

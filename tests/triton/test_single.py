@@ -35,6 +35,7 @@ VARIANTS = {
     "rows filled with -1e30": lambda B, M, N, H: (
         (drawn(1, M, N).masked_fill(torch.arange(M)[:, None] < 3, -1e30),), lambda bias: {"score": tw.Bias(bias)},
     ),
+    "bias of batch entries": lambda B, M, N, H: ((drawn(B, H, M, N),), lambda bias: {"score": tw.Bias(bias)}),
     "bias of all heads": lambda B, M, N, H: ((drawn(1, M, N),), lambda bias: {"score": tw.Bias(bias)}),
     "bias of columns": lambda B, M, N, H: ((drawn(H, 1, N),), lambda bias: {"score": tw.Bias(bias)}),
     "slopes": lambda B, M, N, H: ((drawn(H),), lambda slopes: {"score": tw.Alibi(slopes)}),
@@ -67,6 +68,9 @@ def results(backend, tensors, options, do, dlse):
     return o.detach(), lse.detach(), *grads
 
 
+OF_HEADS = "bias", "bias of columns", "bias of batch entries"
+
+
 @needs_interpreter
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -79,8 +83,9 @@ def test_every_result_is_right(size, variant, launched):
     true = results("cpu", tensors, options, do, dlse)
     found = results("triton", [t.float() for t in tensors], options, do.float(), dlse.float())
     assert launched.count("attention_forward_single") == 1
-    fused = H == H_k or variant not in ("bias", "bias of columns", "slopes", "three scores", "all")
-    unshifted = M == N or variant not in ("bias", "rows filled with -1e30", "bias of all heads", "three scores", "all")
+    fused = H == H_k or variant not in (*OF_HEADS, "slopes", "three scores", "all")
+    of_rows = "rows filled with -1e30", "bias of all heads", "three scores", "all"
+    unshifted = M == N or variant not in (*OF_HEADS, *of_rows) or variant == "bias of columns"
     assert launched.count("attention_backward_single") == 1 or not (fused and unshifted)
     for x, t in zip(found, true, strict=True):
         torch.testing.assert_close(
@@ -106,11 +111,11 @@ def test_programs_that_share_a_batch_sum_to_one_gradient(monkeypatch, launched):
     ("tokens", "backend", "wanted", "one_tile"),
     [
         (49, "triton", False, (True, True)), (49, None, False, (False, True)), (65, "triton", False, (False, False)),
-        (49, "triton", True, (True, False)), (49, None, True, (True, False)), (65, None, True, (False, False)),
+        (49, "triton", True, (True, True)), (49, None, True, (True, False)), (65, None, True, (False, False)),
     ],
 )  # fmt: skip
 def test_who_gets_them(tokens, backend, wanted, one_tile):
-    """Calls of few tokens; a bias of each batch entry has no sum over them, so its backward is another."""
+    """Calls of few tokens. A GPU has not run gradients of a bias of each batch entry, which so need the name."""
     from tilewise.attention.api import with_defaults
     from tilewise.attention.explain import problem_on
     from tilewise.call.check import check_arguments
@@ -124,3 +129,4 @@ def test_who_gets_them(tokens, backend, wanted, one_tile):
     for which, expected in zip((FORWARD, BACKWARD), one_tile, strict=True):
         said = planned(problem, which).describe()
         assert any("one tile of 64x64 a head" in line for line in said) == expected
+        assert any("have not run on a GPU" in line for line in said) == (wanted and which is not FORWARD and expected)

@@ -2,7 +2,7 @@
 
 A program takes a key head's group in some batch entries, one after the other. As its tile has whole rows, the softmax
 needs no rescaling, and the backward no row values of other kernels (Dao et al. 2022, algorithm 4, with T_r = T_c = 1).
-Tensors of scores that learn are summed over the batch entries in registers.
+Tensors of scores that learn are summed over the batch entries in registers; what each entry reads for itself is stored.
 """
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
 
@@ -144,14 +144,27 @@ def gradients_of_head(q, k, v, do, o, rows, place, variant, unit, PRECISION: tl.
 
 @triton.jit
 def with_entries(sums, S, T, dT, place, variant, learned, ways: tl.constexpr):
-    """Return the sums of what learns, with what a score matrix adds."""
+    """Return the sums of what learns, with what a score matrix adds; store what is of one batch entry alone."""
     i, j = tl.arange(0, S.shape[0])[:, None], tl.arange(0, S.shape[1])[None, :]
     at = Entries(place.b, place.h, i + place.shift, 0, 0, j)
     added = ()
     for n in tl.static_range(len(ways)):
         after = scores_backward(variant.scores, dT, S, T, at, ways[n][0] + 1)
-        added += (sums[n] + entry_gradients(S, after, place, i, 0, j, variant, learned[n].gather, ways[n][0]),)
+        entries = entry_gradients(S, after, place, i, 0, j, variant, learned[n].gather, ways[n][0])
+        if ways[n][4]:
+            to = learned[n].sums
+            first = place.b.to(tl.int64) * (to.batch >> 1) + place.h.to(tl.int64) * (to.head >> 1)
+            store_learned(entries, learned[n], first, ways, n)
+            added += (sums[n],)
+        else:
+            added += (sums[n] + entries,)
     return added
+
+
+@triton.jit
+def store_learned(entries, own, first, ways: tl.constexpr, n: tl.constexpr):
+    """Store what tensor n gets, summed over rows and columns that share an entry."""
+    store_by_index(reduced(entries, ways[n][2], ways[n][3]), own.sums, first, 0, 0, own.rows, own.columns)
 
 
 @triton.jit(do_not_specialize=["variant", "learned", "factors", "M", "N", "H_k", "work"])
@@ -161,8 +174,8 @@ def attention_backward_single(
     """Compute `gradients`, which are dQ, dK and dV, of a key head's group in some batch entries, and sums of what
     learns over these.
 
-    `ways` says of each tensor that learns which score reads it, and whether heads, rows and columns read entries of
-    their own. (Fields of a tuple inside would get lost.)
+    `ways` says of each tensor that learns which score reads it, and whether heads, rows, columns and batch entries read
+    entries of their own. (Fields of a tuple inside would get lost.)
     """
     G: tl.constexpr = tile.G
     d: tl.constexpr = tile.d
@@ -197,8 +210,9 @@ def attention_backward_single(
         store_rows(block(gradients[1], b, h_k, 0, B_C, d), 0, N, dk * factors.scale)
         store_rows(block(gradients[2], b, h_k, 0, B_C, d_v), 0, N, dv)
     for n in tl.static_range(len(ways)):
-        to = learned[n].sums
-        first = tl.program_id(0).to(tl.int64) * (to.part >> 1)
-        if ways[n][1]:
-            first = part.to(tl.int64) * (to.part >> 1) + h_k.to(tl.int64) * (to.head >> 1)
-        store_by_index(reduced(sums[n], ways[n][2], ways[n][3]), to, first, 0, 0, learned[n].rows, learned[n].columns)
+        if not ways[n][4]:
+            to = learned[n].sums
+            first = tl.program_id(0).to(tl.int64) * (to.part >> 1)
+            if ways[n][1]:
+                first = part.to(tl.int64) * (to.part >> 1) + h_k.to(tl.int64) * (to.head >> 1)
+            store_learned(sums[n], learned[n], first, ways, n)

@@ -56,12 +56,17 @@ class Plan(Launched):
 
 
 def fits(p: Problem, which: Pass) -> bool:
-    """Tell whether the kernels run a pass: there is a row of tiles, and what learns is summed over all batch entries by
-    one program, and stored by rows and columns."""
+    """Tell whether the kernels run a pass: there is a row of tiles, and one program gives each sum of what learns."""
     if which is FORWARD or single_tile(p) is None:
         return single_tile(p) is not None
-    own = p.H == p.H_k
-    return all([r.dims is not None and "b" not in r.by and ("h" not in r.by or own) for r in _reads(p, p.extra)])
+    return all([_summed(p, read) for read in _reads(p, p.extra)])
+
+
+def _summed(p: Problem, read: Read) -> bool:
+    """Tell whether a read is stored by rows and columns, and one program sums it over all batch entries, or it is of
+    one entry and head alone. The latter is for the back end's name until a GPU has run it."""
+    alone = p.recipe.backend == "triton" and read.whole and "h" in read.by
+    return read.dims is not None and ("h" not in read.by or p.H == p.H_k) and ("b" not in read.by or alone)
 
 
 def _reads(p: Problem, extra: Any) -> tuple[Read, ...]:
@@ -83,7 +88,9 @@ def pass_plan(p: Problem, which: Pass) -> PassPlan:
     tiles = plan(p).forward if which is FORWARD else plan(p).backward
 
     def describe(p: Problem, pl: Plan) -> list[str]:
-        return [f"one tile of {tiles.B_r}x{tiles.B_c} a head, {tiles.in_words}"]
+        row = f"one tile of {tiles.B_r}x{tiles.B_c} a head, {tiles.in_words}"
+        unseen = which is not FORWARD and any(["b" in read.by for read in _reads(p, p.extra)])
+        return [row, *["gradients of what each batch entry reads have not run on a GPU"] * unseen]
 
     run, repeat = (forward, repeated) if which is FORWARD else (backward, repeat_backward)
     return plan_of(p, plan(p), run, describe, repeat=repeat)
@@ -139,7 +146,9 @@ def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None,
 
 def empty_sums(p: Problem, pl: Plan, x: Operands, grads: Grads) -> list[Tensor]:
     """Allocate the sums of each program; those without a head are summed over heads, too."""
-    parts = [pl.parts * (1 if "h" in read.by else p.H_k) for read in _reads(p, x.extra)]
+    parts = [
+        1 if "b" in read.by else pl.parts * (1 if "h" in read.by else p.H_k) for read in _reads(p, x.extra)
+    ]  # fmt: skip
     return [sums_of(read, grads, count) for read, count in zip(_reads(p, x.extra), parts, strict=True)]
 
 
@@ -160,7 +169,7 @@ def backward_launches(
         *map(rows, (*x[:3], saved.o)), RowValues(saved.lse, dlse, delta), rows(do), tuple(map(rows, grads[:3])),
         variant_of(p, x, saved.seed), learned, pl.factors, *lengths(p), p.H_k, Work(odd(p.B), odd(pl.parts)),
     )  # fmt: skip
-    ways = tuple([(read.score, "h" in read.by, "i" in read.by, "j" in read.by) for read in reads])
+    ways = tuple([(read.score, *[name in read.by for name in "hijb"]) for read in reads])
     constants = {"ways": ways, "tile": pl.tile, **pl.backward.options(num_stages=pl.backward.stages)}
     key = unplanned(saved, do, dlse), tuple([(own.dtype, own.data_ptr() % 16) for own in sums])
     yield Launch(attention_backward_single, p.H_k * pl.parts, arguments, constants, pl.compiled, key)
