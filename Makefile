@@ -104,7 +104,7 @@ wheel: $(VENV)/.made
 
 # Minutes of compiling, which begin where an earlier run stopped; without a GPU.
 wheel-kernels: $(FOR_TEST)
-	TRITON_INTERPRET=0 $(PY) tools/kernels.py --out dist --triton '$(wildcard $(NEWEST))' $(ARGS)
+	TRITON_INTERPRET=0 $(PY) tools/kernels_wheel.py --out dist --triton '$(wildcard $(NEWEST))' $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(OUT) dist

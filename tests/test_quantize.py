@@ -141,7 +141,8 @@ def test_padding_and_other_sequences_enter_no_scale(precision):
     assert torch.equal(o[70:130], alone)
     long = [torch.cat([t, huge[None]], 1) for t in (k, v)]
     o = tw.attention(q, *long, precision=precision, mask=tw.Padding(torch.tensor([60])))
-    assert torch.equal(o, tw.attention(q, k, v, precision=precision))
+    # a longer product may be summed in another order; with scales of 1e4 all codes would be 0
+    torch.testing.assert_close(o, tw.attention(q, k, v, precision=precision), rtol=2**-7, atol=2**-10)
 
 
 def test_codes_halve_what_is_saved():

@@ -28,7 +28,7 @@ KERNELS = [
     *("attention_backward_preprocess", "attention_backward", "attention_backward_postprocess"),
 ]
 STEP = "sm_90 D 64 32:8 causal 2048 "
-"""The call of first.py's step, as tools/kernels.py names it."""
+"""The call of first.py's step, as tools/kernels_wheel.py names it."""
 compiler = [
     pytest.mark.compile,
     pytest.mark.skipif(not knobs.runtime.interpret, reason="a GPU's own driver is there: see tests/card"),
@@ -298,10 +298,10 @@ def test_a_kernel_that_is_not_whole_leaves_the_cache_as_it_was(what, path, tmp_p
 
 @pytest.fixture(scope="module")
 def kernels():
-    """tools/kernels.py."""
+    """tools/kernels_wheel.py."""
     sys.path.insert(0, str(ROOT / "tools"))
     try:
-        return importlib.import_module("kernels")
+        return importlib.import_module("kernels_wheel")
     finally:
         sys.path.remove(str(ROOT / "tools"))
 
@@ -311,7 +311,7 @@ def test_the_wheel_is_found_by_itself_and_its_kernels_are_not_compiled(warmed, t
     for name in ("build", "hatchling"):
         pytest.importorskip(name)
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(warmed[2])}
-    command = [sys.executable, str(ROOT / "tools" / "kernels.py"), "--out", str(tmp_path), "--only", STEP]
+    command = [sys.executable, str(ROOT / "tools" / "kernels_wheel.py"), "--out", str(tmp_path), "--only", STEP]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("*.whl")

@@ -6,7 +6,9 @@ from program import masks
 from program.test_bounds import visible
 
 import tilewise as tw
+from tilewise.call.calls import forget
 from tilewise.cpu import tiled
+from tilewise.cpu.backend import backend
 from tilewise.program.bounds import Grid, tiles
 from tilewise.values.of import MaskOf
 
@@ -15,6 +17,15 @@ LENGTHS = (300, 556), (33, 600)
 MASKS = {lengths: masks.masks(max(lengths)) for lengths in LENGTHS}
 NEEDLESS = ("block_diffusion",)
 """Masks whose bounds leave tiles open, all of whose entries are alike."""
+
+
+@pytest.fixture(autouse=True)
+def tiles_alone(monkeypatch):
+    """Let no call run in PyTorch's kernel."""
+    monkeypatch.setattr(backend, "fuse", False)
+    forget()
+    yield
+    forget()
 
 
 def operands(M, N):
