@@ -1,4 +1,4 @@
-"""Build the wheel tilewise-kernels, compiled kernels of common calls: python tools/kernels_wheel.py, or make wheel-kernels.
+"""Build the wheel tilewise-kernels, compiled kernels of common calls: `make wheel-kernels`.
 
 It holds a bundle (src/tilewise/host/bundle.py) for each Triton: the installed one, and those of the folders that
 --triton names. Only kernels for CHIPS[0] have run on a GPU. What Triton's cache (TRITON_CACHE_DIR) has is not compiled
@@ -134,9 +134,7 @@ def build(out: Path, folders: list[str], only: str) -> Path:
         subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
     wheel = out / f"{WHEEL}-{tw.__version__}-py3-none-any.whl"
     if wheel.stat().st_size >= LIMIT:
-        sys.exit(
-            f"{wheel} has {wheel.stat().st_size} bytes, and may have {LIMIT}; name fewer calls in tools/kernels_wheel.py"
-        )
+        sys.exit(f"{wheel} has {wheel.stat().st_size} bytes, and may have {LIMIT}; name fewer calls in this script")
     return wheel
 
 
