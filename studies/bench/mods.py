@@ -222,21 +222,19 @@ def full_bias(size: Size, draw: torch.Generator) -> Made:
     return biased(draw, size.H, size.N, size.N)
 
 
-@mod(
-    "Swin", Bar(ATTENTION_BIAS, 1.2, (FORWARD,), ours=f"tilewise {ONE_TILE}"),
+WINDOWS = (
+    Bar(ATTENTION_BIAS, 1.2, (FORWARD,), ours=f"tilewise {ONE_TILE}"),
     Bar(ATTENTION_BIAS, 1.0, (BACKWARD,), ours=f"tilewise {ONE_TILE}"),
-    sizes=(Size(4096, 49, 8, 32),), tokens=49,
-)  # fmt: skip
+)
+
+
+@mod("Swin", *WINDOWS, sizes=(Size(4096, 49, 8, 32),), tokens=49)
 def swin(size: Size, draw: torch.Generator) -> Made:
     """Make a bias that all windows of 7 x 7 tokens share."""
     return of_one_tile(biased(draw, size.H, size.N, size.N))
 
 
-@mod(
-    "Swin, shifted windows", Bar(ATTENTION_BIAS, 1.2, (FORWARD,), ours=f"tilewise {ONE_TILE}"),
-    Bar(ATTENTION_BIAS, 1.0, (BACKWARD,), ours=f"tilewise {ONE_TILE}"),
-    sizes=(Size(1024, 49, 8, 32),), tokens=49,
-)  # fmt: skip
+@mod("Swin, shifted windows", *WINDOWS, sizes=(Size(1024, 49, 8, 32),), tokens=49)
 def swin_shifted(size: Size, draw: torch.Generator) -> Made:
     """Make a bias for each window, as timm adds the mask of shifted windows to the one that they share."""
     bias = normal(draw, size.B, size.H, size.N, size.N, dtype=torch.bfloat16)

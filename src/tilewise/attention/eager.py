@@ -56,9 +56,10 @@ def attend(x: Tensors, seed: Tensor | None, call: Call, both: bool = True) -> An
 def attend_plain(x: Tensors, seed: Tensor | None, call: Call, both: bool = True) -> Any:
     """Return o and lse, or o alone, of a call that nothing intercepts, differentiable if a gradient is wanted."""
     if call.wants:
-        quick = call.forward if getattr(call.forward, "differentiable", False) and not COUNTING else None
-        found = None if quick is None else quick.run(x, seed)
-        return _apply_eager(call, seed, both, *x) if found is None else found[0]
+        repeat = call.forward
+        if repeat is not None and repeat.differentiable and not COUNTING and (found := repeat.run(x, seed)) is not None:
+            return found[0]
+        return _apply_eager(call, seed, both, *x)
     found = run_forward(x, seed, call)
     return found[:2] if both else found[0]
 

@@ -129,10 +129,12 @@ def empty_sums(p: Problem, x: Operands, grads: Grads, tiles: Any) -> list[Tensor
     for what `add_sums` launches."""
     made: list[Tensor | None] = []
     for read in reads_of(p, x.extra):
-        if read.dims is None and not p.recipe.deterministic:
-            made.append(torch.zeros_like(grads.extra[read.tensor], dtype=torch.float32))  # type: ignore[arg-type]
+        if read.dims is not None:
+            made.append(sums_of(read, grads, orbits_of(p, read, tiles).parts))
+        elif p.recipe.deterministic:
+            made.append(None)
         else:
-            made.append(None if read.dims is None else sums_of(read, grads, orbits_of(p, read, tiles).parts))
+            made.append(torch.zeros_like(grads.extra[read.tensor], dtype=torch.float32))  # type: ignore[arg-type]
     return made
 
 

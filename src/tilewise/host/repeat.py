@@ -52,6 +52,9 @@ def repeated(p: Problem, pl: Any, x: Operands, seed: Tensor | None, sums: Any = 
 class Forward:
     """A forward's launches."""
 
+    differentiable = False
+    """Whether autograd records what `run` calls."""
+
     def __init__(
         self, replay: Replay, o: Any, lse: Any, tensors: Sequence[Tensor], sums: Any, counters: Any, seeded: bool
     ) -> None:
