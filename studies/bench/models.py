@@ -51,8 +51,8 @@ mean, whose roundings cancel, so two units in the last place are far more than i
 all layers."""
 LEAST = 1e-3
 """Share of the largest norm: smaller gradients, 0 but for rounding like that of a bias of K, are compared with it."""
-ROUNDS = {"cuda": 5, "cpu": 2}
-WARM, SAMPLE = 0.15, 0.25
+ROUNDS = {"cuda": 15, "cpu": 2}
+WARM, SAMPLE = 0.06, 0.12
 """Seconds for which a contender runs before each of its samples, and at least in it."""
 PREPARE, TURN = 280.0, 60.0
 """Seconds after which a process is ended that has not made its first step, or taken its turn."""

@@ -179,5 +179,5 @@ def test_our_scores_as_functions_are_as_accurate(name, D, kind):
         ("o", "lse", "dq", "dk", "dv"), true, *both("score", own, fn, tensors, kind, D), strict=True
     ):
         ours, error = [float((t.double().cpu() - want).detach().abs().max()) for t in found]
-        allowed = 2.0 * ours + 2.0 * torch.finfo(found[0].dtype).eps * float(want.abs().max())
+        allowed = 2.0 * ours + 2.0 * torch.finfo(found[0].dtype).eps * float(want.detach().abs().max())
         assert error <= allowed, f"{of} is off by {error:.2g}, ours by {ours:.2g}"

@@ -186,7 +186,9 @@ def test_what_is_wrong_is_told_by_pytorch(name):
 def test_a_kind_of_call_is_checked_once(monkeypatch):
     made, check = [], sdpa.check_arguments
     monkeypatch.setattr(sdpa, "check_arguments", lambda *given: made.append(1) or check(*given))
-    cases = {name: case for name, case in TAKEN.items() if "attn_mask" not in case[1] and "dropout_p" not in case[1]}
+    viewed = "rank 3, mask per batch"
+    """Its mask gets a dimension more in each call."""
+    cases = {name: case for name, case in TAKEN.items() if "dropout_p" not in case[1] and name != viewed}
     known.forget()
     with sdpa.use(**ON_CPU):
         for count in (len(cases), len(cases)):

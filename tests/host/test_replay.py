@@ -400,7 +400,13 @@ def trained(name, heads=4, more=()):
     do = torch.randn(*rows, 4, 128, dtype=BF16)
     extra = [each for each in options.values() if isinstance(each, torch.Tensor)]
     extra += [t for each in options.values() for t in getattr(each, "tensors", ())]
-    return lambda: torch.autograd.grad(tw.attention(*x, **options), x, do), [*x, do, *extra]
+    learn = [*x, *(t for t in extra if t.requires_grad)]
+    return lambda: torch.autograd.grad(tw.attention(*x, **options), learn, do), [*x, do, *extra]
+
+
+def learned_bias(*shape):
+    """Options of a call of 49 tokens with a bias that learns."""
+    return {"N": 49, "score": tw.Bias(torch.randn(*shape, 49, 49, dtype=BF16, requires_grad=True)), "backend": "triton"}
 
 
 def trained_launches(launched, call, tensors):
@@ -442,6 +448,30 @@ def test_a_backward_is_repeated_where_it_is_plain(launched, monkeypatch):
             launches, grads = trained_launches(launched, call, tensors)
         assert len(launches) > 1
         assert [shape for shape, *_ in grads] == [t.shape for t in tensors[:3]]
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 4), (1, 4), ()], ids=str)
+def test_a_backward_of_a_bias_that_learns_is_repeated(launched, monkeypatch, shape):
+    for _ in range(2):
+        trained("full", 4, learned_bias(*shape))[0]()
+    with monkeypatch.context() as patch:
+        patch.setattr(host.Launch, "run", refuse)
+        patch.setattr(Replay, "run", refuse)
+        found = trained_launches(launched, *trained("full", 4, learned_bias(*shape)))
+    forget(monkeypatch)
+    assert found == trained_launches(launched, *trained("full", 4, learned_bias(*shape)))
+    assert found[1][3][0] == (*shape, 49, 49)
+
+
+def test_a_backward_gives_the_gradients_that_are_wanted(launched):
+    """Those of q at first, then that of the bias, too: autograd tells a backward each time."""
+    options = learned_bias(4)
+    q, k, v = (torch.randn(2, 49, 4, 64, dtype=BF16, requires_grad=True) for _ in range(3))
+    (bias,) = options["score"].tensors
+    for leaves in ([q], [q], [q], [q, bias], [bias], [k, bias], [q], [bias]) * 2:
+        o = tw.attention(q, k, v, score=options["score"], backend="triton")
+        grads = torch.autograd.grad(o, leaves, torch.ones_like(o))
+        assert [grad.shape for grad in grads] == [t.shape for t in leaves]
 
 
 def test_whether_gradients_are_enabled_is_told_apart(launched):

@@ -63,7 +63,7 @@ def launches(target: str, q: Any, k: Any, v: Any, wanted: bool = False, **option
     pl = plan(p)
     if single.fits(p, BACKWARD):
         pl = single.plan(p)
-        sums, given = single.empty_sums(p, pl, x, grads), (saved._replace(o=do), do, dlse)
+        sums, given = single.empty_sums(p, pl, grads), (saved._replace(o=do), do, dlse)
         backward = single.backward_launches(p, pl, x, *given, None, grads, sums)
         return [*single.forward_launches(p, pl, x, saved), *backward]
     sums = empty_sums(p, x, grads, pl.bias)

@@ -148,7 +148,7 @@ class _Eager(ReverseMode):
         if repeat is not None and dlse is None and do is not None and not (torch.is_grad_enabled() or is_compiling()):
             grads = None if dispatch_modes() else repeat.run(do, given)
             if grads is not None:
-                return None, None, None, *grads, *[None] * (len(needed) - 6)
+                return None, None, None, *grads, *[None] * (len(needed) - 3 - len(grads))
         return _differentiated(given, call, needed, do, dlse)
 
 
@@ -166,7 +166,7 @@ def _differentiated(given: Any, call: Call, needed: Any, do: Tensor | None, dlse
         return None, None, None, *spread(grads, call.recipe.packed, wanted)
     saved = Saved(o, lse, seed, tuple(extra))
     grads = run_backward(tensors, saved, do, dlse, of_gradients)
-    if call.backward is None and do is not None and dlse is None and not (extra or any(wanted) or CHECK):
+    if call.backward is None and do is not None and dlse is None and not (extra or CHECK):
         call.backward = _repeated(tensors, saved, do, of_gradients)
     return None, None, None, *grads
 

@@ -9,6 +9,7 @@ Install before the first torch.compile: what is compiled stays as it was compile
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -182,15 +183,16 @@ def _route(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Run one call on tilewise, or on PyTorch."""
-    of_call, at, given = (query, key, value), None, [query, key, value]
-    if attn_mask is None and torch._C._get_overrideable_sdp_enabled() and not is_compiling():  # type: ignore[attr-defined]
+    of_call, at, extra = (query, key, value), None, () if attn_mask is None else (attn_mask,)
+    given = [*of_call, *extra]
+    if torch._C._get_overrideable_sdp_enabled() and not is_compiling():  # type: ignore[attr-defined]
         # else sdpa_kernel(...) names other back ends
-        mask = CAUSAL if is_causal else FULL
-        at = key_of(given, mask, (), None, PADDED, None, False, _settings, dropout_p, scale, enable_gqa)
+        mask, options = CAUSAL if is_causal else FULL, (_settings, dropout_p, scale, enable_gqa, len(extra))
+        at = key_of(given, mask, (), None, PADDED, None, False, *options)
     if at is not None and (found := find(at, given)) is not None:
         x = _operands(of_call, is_causal)
-        o = attend_plain(x, Dropout(dropout_p).seed(None, query), found, both=False)
-        return _as_given(of_call, None, dropout_p, enable_gqa, o)
+        o = attend_plain((*x, *extra), Dropout(dropout_p).seed(None, query), found, both=False)
+        return _as_given(of_call, attn_mask, dropout_p, enable_gqa, o)
     against = _against_call(of_call, attn_mask, is_causal, enable_gqa)
     if against is None:
         of_heads = attn_mask
@@ -209,8 +211,8 @@ def _route(
                 seed = Dropout(recipe.dropout).seed(None, x.q)
                 call = Call(recipe, longest)
                 o = attend((*x[:3], *x.extra), seed, call)[0]
-                if at is not None and x.q is q and x.k is k and x.v is v:  # autocast changed nothing
-                    learn(at, given, x[:3], seed, call, both=False)
+                if at is not None and all(map(is_, (*x[:3], *x.extra), (q, k, v, *extra))):  # nothing was converted
+                    learn(at, given, (*x[:3], *x.extra), seed, call, both=False)
                 return _as_given(of_call, attn_mask, dropout_p, enable_gqa, o)
     if COUNTING:
         count_fell_back(against)

@@ -55,7 +55,7 @@ class Orbited(NamedTuple):
     parts: int
 
 
-def reads_of(p: Problem, extra: Sequence[Tensor]) -> tuple[Read, ...]:
+def reads_of(p: Problem, extra: Sequence[Any]) -> tuple[Read, ...]:
     """Return where scores read tensors whose gradients are wanted."""
     if 0 in (p.B, p.M, p.N):
         return ()
@@ -64,7 +64,7 @@ def reads_of(p: Problem, extra: Sequence[Tensor]) -> tuple[Read, ...]:
     return found
 
 
-def _reads_of(p: Problem, extra: Sequence[Tensor]) -> Iterator[Read]:
+def _reads_of(p: Problem, extra: Sequence[Any]) -> Iterator[Read]:
     masks, scores, _ = p.values(tuple(extra))
     padded = packed_by(p, tuple(extra)) is None
     first = sum([len(mask.tensors) for mask in masks])
@@ -203,12 +203,12 @@ def launch_of(c: Recompute, read: Read, to: Sums, add: bool, first: int = 0, cou
 
 
 def add_sums(
-    p: Problem, x: Operands, grads: Grads, sums: Sequence[Tensor | None],
-    recompute: Callable[[], Any] = never, stream: int | None = None,
+    p: Problem, grads: Grads, sums: Sequence[Tensor | None], recompute: Callable[[], Any] = never,
+    stream: int | None = None,
 ) -> None:  # fmt: skip
     """Write the gradients whose launches wrote sums. They are rounded once."""
     totals: dict[int, Tensor] = {}
-    for read, own in zip(reads_of(p, x.extra), sums, strict=True):
+    for read, own in zip(reads_of(p, p.extra), sums, strict=True):
         grad: Any = grads.extra[read.tensor]
         if own is grad:
             continue

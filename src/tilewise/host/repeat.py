@@ -1,7 +1,7 @@
 """Repeat a call that has run: allocate its results, and launch what it launched, with their addresses."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,16 +93,30 @@ class Forward:
         return self.replay.fill(key) if aligned(key[: len(self.aligned)]) == self.aligned else ()
 
 
+class Learns(NamedTuple):
+    """What a backward does for extra operands whose gradients are wanted."""
+
+    wanted: tuple[bool, ...]
+    """Which of the extra operands those are."""
+    allocate: Callable[[], tuple[Any, Sequence[Tensor]]]
+    """Returns Grads with those of extra operands, and the sums that the launches write."""
+    add: Callable[[Any, Sequence[Tensor]], None]
+    """Writes these gradients from the sums."""
+
+
 def repeated_backward(
-    p: Problem, pl: Any, work: Sequence[Any], x: Operands, saved: Saved, do: Tensor, counters: Any = None
-) -> Any:
-    """Return what repeats a backward of a plan, a Backward; None if its launches were not kept, or read copies. `work`
-    and `counters` are its sizes and counters."""
+    p: Problem, pl: Any, work: Sequence[Any], x: Operands, saved: Saved, do: Tensor, counters: Any = None,
+    learned: Learns | None = None,
+) -> Any:  # fmt: skip
+    """Return what repeats a backward of a plan, a Backward; None if its launches were not kept, or read copies, or
+    what learns has no `learned`. `work` and `counters` are its sizes and counters."""
     replay = pl.replays.get(unplanned(saved, do, None))
-    if replay is None or replay.launches is None or any(p.wanted) or p.recipe.packed or not saved.lse.is_contiguous():
+    if replay is None or replay.launches is None or p.recipe.packed or not saved.lse.is_contiguous():
+        return None
+    if any(p.wanted) and learned is None:
         return None
     given, seeded = [*x[:3], *x.extra, *(t for t in saved[:3] if t is not None)], saved.seed is not None
-    return Backward(replay, sizes(p)[2:], work, counters, given, do, 3 + len(x.extra), seeded)
+    return Backward(replay, sizes(p)[2:], work, counters, given, do, len(x.extra), seeded, learned)
 
 
 class Backward:
@@ -110,11 +124,13 @@ class Backward:
 
     def __init__(
         self, replay: Replay, grads: Any, sizes: Sequence[Any], counters: Any, given: Sequence[Tensor], do: Tensor,
-        operands: int, seeded: bool,
+        extra: int, seeded: bool, learned: Learns | None,
     ) -> None:  # fmt: skip
         """`sizes`: those of the workspace's tensors, in the order of the launches; None for one that is left out.
-        `counters`: as in a Forward. `given`: the operands, o, lse and the seed if there is one."""
-        self.replay, self.grads, self.counters, self.operands, self.seeded = replay, grads, counters, operands, seeded
+        `counters`: as in a Forward. `given`: the operands, `extra` of them behind v, o, lse and the seed if there is
+        one."""
+        self.replay, self.grads, self.counters, self.seeded, self.learned = replay, grads, counters, seeded, learned
+        self.wanted = learned.wanted if learned else (False,) * extra
         self.index, self.offsets, end = do.device.index, [], 0
         for size in sizes:
             self.offsets.append(None if size is None else end)
@@ -133,7 +149,7 @@ class Backward:
         return (do, *given) if self.firsts is None else [(do, *given)[n] for n in self.firsts]
 
     def run(self, do: Tensor, given: Sequence[Tensor]) -> Any:
-        """Return dq, dk and dv; None where the launches must be made anew."""
+        """Return dq, dk, dv and gradients of extra operands; None where the launches must be made anew."""
         index = self.index
         if not self.alike(*self.once(do, given)) or CURRENT() != index or profiled() or CAPTURING():
             return None
@@ -141,22 +157,31 @@ class Backward:
         dq, dk, dv = EMPTY(*of_q), EMPTY(*of_k), EMPTY(*of_v)
         addresses = [t.data_ptr() for t in given]
         addresses += do.data_ptr(), dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), work.data_ptr(), stream
+        found, sums = self.learned.allocate() if self.learned else (None, ())
+        if found:
+            addresses += [t.data_ptr() for t in (*found.extra, *sums) if t is not None]
         key = tuple(addresses)
         launches = self.filled.get(key) or self.fill(key)
         if launches is None:
             return None
         launch(launches)
-        return dq, dk, dv
+        if self.learned is None:
+            return dq, dk, dv
+        self.learned.add(found, sums)
+        return dq, dk, dv, *found.extra
 
     def fill(self, key: tuple[int, ...]) -> Any:
         """Return the launches with all addresses, and keep them; None where they must be made anew."""
-        *given, do, dq, dk, dv, work, stream = key
-        counter, count = () if self.counters is None else (self.counters.get(stream),), self.operands
+        count = 5 + len(self.wanted) + self.seeded
+        given, (do, dq, dk, dv, work, stream, *learned) = key[:count], key[count:]
+        counter = () if self.counters is None else (self.counters.get(stream),)
         if None in counter or aligned((*given, do)) != self.aligned:
             return None
         parts = [0 if offset is None else work + offset for offset in self.offsets]
-        seed, extra = given[count + 2] if self.seeded else 0, [0] * (count - 3)  # without gradients
-        full = (*given[: count + 2], seed, do, 0, *parts, dq, dk, dv, *extra, *counter, stream)
+        seeds = () if self.seeded else (0,)
+        left = iter(learned)
+        extra = [next(left) if want else 0 for want in self.wanted]
+        full = (*given, *seeds, do, 0, *parts, dq, dk, dv, *extra, *left, *counter, stream)
         launches = self.replay.fill(full) or None
         if full in self.replay.filled:  # else its arguments are not packed yet
             if len(self.filled) >= MOST:

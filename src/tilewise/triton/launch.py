@@ -74,7 +74,7 @@ def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None,
     replay = pl.replays[unplanned(saved, do, dlse)]
     replay(stream, tensors, lambda: backward_launches(p, pl, x, saved, do, dlse, scratch, grads, sums))
     if sums:
-        add_sums(p, x, grads, sums, lambda: recompute(p, pl, x, saved, do, dlse, scratch, pl.bias), stream)
+        add_sums(p, grads, sums, lambda: recompute(p, pl, x, saved, do, dlse, scratch, pl.bias), stream)
     return with_sink(p, x, saved.lse, grads, lambda: scratch.delta[..., : saved.lse.shape[-1]])
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -24,9 +25,9 @@ from ...host.arguments import (
 )
 from ...host.gather import Read, add_sums, addresses, entries_read, gather_of, reads_of, sums_of
 from ...host.launch import Launch, current_stream, multiprocessors
-from ...host.outputs import empty_grads, empty_saved
+from ...host.outputs import empty, empty_grads, empty_saved, size
 from ...host.plan import Launched, plan_of
-from ...host.repeat import Backward, repeated, repeated_backward
+from ...host.repeat import Backward, Learns, repeated, repeated_backward
 from ...host.values import device_values
 from ...merge.sink import with_sink
 from ...tile.blocks import Tile
@@ -59,18 +60,22 @@ def fits(p: Problem, which: Pass) -> bool:
     """Tell whether the kernels run a pass: there is a row of tiles, and one program gives each sum of what learns."""
     if which is FORWARD or single_tile(p) is None:
         return single_tile(p) is not None
-    return all([_summed(p, read) for read in _reads(p, p.extra)])
+    return all([_summed(p, read) for read in _reads(p)])
 
 
 def _summed(p: Problem, read: Read) -> bool:
     """Tell whether a read is stored by rows and columns, and one program sums it over all batch entries, or it is of
-    one entry and head alone. The latter is for the back end's name until a GPU has run it."""
-    alone = p.recipe.backend == "triton" and read.whole and "h" in read.by
+    one entry and head alone."""
+    alone = read.whole and "h" in read.by
     return read.dims is not None and ("h" not in read.by or p.H == p.H_k) and ("b" not in read.by or alone)
 
 
-def _reads(p: Problem, extra: Any) -> tuple[Read, ...]:
-    return reads_of(p, extra) if any(p.wanted) else ()
+def _reads(p: Problem) -> tuple[Read, ...]:
+    return reads_of(p, p.extra) if any(p.wanted) else ()
+
+
+def _sink_learns(p: Problem) -> bool:
+    return p.recipe.sink and any(p.wanted) and p.wanted[p.sink_at]
 
 
 @once
@@ -88,18 +93,18 @@ def pass_plan(p: Problem, which: Pass) -> PassPlan:
     tiles = plan(p).forward if which is FORWARD else plan(p).backward
 
     def describe(p: Problem, pl: Plan) -> list[str]:
-        row = f"one tile of {tiles.B_r}x{tiles.B_c} a head, {tiles.in_words}"
-        unseen = which is not FORWARD and any(["b" in read.by for read in _reads(p, p.extra)])
-        return [row, *["gradients of what each batch entry reads have not run on a GPU"] * unseen]
+        return [f"one tile of {tiles.B_r}x{tiles.B_c} a head, {tiles.in_words}"]
 
     run, repeat = (forward, repeated) if which is FORWARD else (backward, repeat_backward)
     return plan_of(p, plan(p), run, describe, repeat=repeat)
 
 
 def repeat_backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor) -> Backward | None:
-    """Return what repeats a backward; None where it reads copies."""
-    read_as_they_are = all([adjacent(t) is t for t in (*x[:3], do)])
-    return repeated_backward(p, pl, (None,), x, saved, do) if read_as_they_are else None
+    """Return what repeats a backward; None where it reads copies, or the sink learns."""
+    if _sink_learns(p) or any([adjacent(t) is not t for t in (*x[:3], do)]):
+        return None
+    learned = Learns(p.wanted, lambda: empty_learned(p, pl), partial(add_sums, p)) if any(p.wanted) else None
+    return repeated_backward(p, pl, (None,), x, saved, do, learned=learned)
 
 
 def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
@@ -133,23 +138,29 @@ def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None,
     x = with_adjacent_rows(x)
     do = torch.zeros_like(saved.o) if do is None else adjacent(do)
     saved, dlse = with_contiguous_lse(saved, dlse)
-    of_sink = p.recipe.sink and grads.extra[p.sink_at] is not None
-    delta = torch.empty_like(saved.lse) if of_sink else None
-    sums = empty_sums(p, pl, x, grads)
+    delta = torch.empty_like(saved.lse) if _sink_learns(p) else None
+    sums = empty_sums(p, pl, grads)
     tensors = [*x[:3], *x.extra, *saved[:3], do, dlse, delta, *grads[:3], *grads.extra, *sums]
     stream = current_stream(x.q.device)
     replay = pl.replays[unplanned(saved, do, dlse)]
     replay(stream, tensors, lambda: backward_launches(p, pl, x, saved, do, dlse, delta, grads, sums))
-    add_sums(p, x, grads, sums)
+    add_sums(p, grads, sums)
     return with_sink(p, x, saved.lse, grads, lambda: delta)  # type: ignore[arg-type, return-value]
 
 
-def empty_sums(p: Problem, pl: Plan, x: Operands, grads: Grads) -> list[Tensor]:
+def empty_sums(p: Problem, pl: Plan, grads: Grads) -> list[Tensor]:
     """Allocate the sums of each program; those without a head are summed over heads, too."""
-    parts = [
-        1 if "b" in read.by else pl.parts * (1 if "h" in read.by else p.H_k) for read in _reads(p, x.extra)
-    ]  # fmt: skip
-    return [sums_of(read, grads, count) for read, count in zip(_reads(p, x.extra), parts, strict=True)]
+    reads = _reads(p)
+    parts = [1 if "b" in read.by else pl.parts * (1 if "h" in read.by else p.H_k) for read in reads]
+    return [sums_of(read, grads, count) for read, count in zip(reads, parts, strict=True)]
+
+
+def empty_learned(p: Problem, pl: Plan) -> tuple[Grads, list[Tensor]]:
+    """Allocate gradients of what learns, and the sums of each program."""
+    each = zip(p.extra, p.wanted, strict=True)
+    extra = tuple([empty(size(t.dtype, *t.shape), t.device) if want else None for t, want in each])
+    grads: Any = Grads(None, None, None, extra)  # type: ignore[arg-type]
+    return grads, empty_sums(p, pl, grads)
 
 
 def learned_of(p: Problem, x: Operands, read: Read, sums: Tensor) -> Learned:
@@ -163,7 +174,7 @@ def backward_launches(
     grads: Grads, sums: Sequence[Tensor],
 ) -> Iterator[Launch]:  # fmt: skip
     """Yield the launch."""
-    reads = _reads(p, x.extra)
+    reads = _reads(p)
     learned = tuple([learned_of(p, x, read, own) for read, own in zip(reads, sums, strict=True)])
     arguments = (
         *map(rows, (*x[:3], saved.o)), RowValues(saved.lse, dlse, delta), rows(do), tuple(map(rows, grads[:3])),
