@@ -107,9 +107,6 @@ NEEDS = {
     "invariant": "it does not sum keys in pieces, as invariant asks",
     "8-bit keys": "it reads caches in q's type",
     "few queries": "it does not leave out a pack's sequences of many queries",
-    "functions": "it takes no masks and scores that are functions",
-    "tables": "it takes no Documents, Dense, Padding (bool), Spans and Bias in packed sequences; pad the batch",
-    "gradients of slopes": "it gives Alibi's slopes no gradients; detach them",
     torch.int8: "it multiplies no int8",
     torch.float8_e4m3fn: "it multiplies no e4m3",
 }

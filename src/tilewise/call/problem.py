@@ -240,11 +240,7 @@ class Problem(Call):
     @property
     def needs(self) -> frozenset[str]:
         """Return what a back end must be able to read and compute, by the names of `call.backend.NEEDS`."""
-        each = [kind for kind in self.kinds for _ in kind.captures]
-        learned = [kind.to_learn for kind, want in zip(each, self.wanted, strict=False) if want]
-        layout = self.layout.needs
-        tables = {"tables"} if "packed" in layout and not all([kind.varlen for kind in self.kinds]) else ()
-        return frozenset().union(layout, self.products.needs, tables, *[kind.needs for kind in self.kinds], *learned)
+        return self.layout.needs | self.products.needs
 
     def precision(self, available: tuple[str, ...]) -> str | None:
         """Return the best of `available` that is accurate enough for the request; None if none is. Only for fp32."""

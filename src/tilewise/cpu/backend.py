@@ -26,8 +26,8 @@ class Way(NamedTuple):
 
 
 TAKES = (
-    "packed", "cache", "pages", "starts in pages", "index", "invariant", "8-bit keys", "few queries", "functions",
-    "tables", "gradients of slopes", torch.int8, torch.float8_e4m3fn,
+    "packed", "cache", "pages", "starts in pages", "index", "invariant", "8-bit keys", "few queries", torch.int8,
+    torch.float8_e4m3fn,
 )  # fmt: skip
 """What it can do of `NEEDS`."""
 ROWS, CACHE = Way(fused.forward, fused.why_not, sequences), Way(cached.fused, cached.why_not_fused, cached)

@@ -6,7 +6,6 @@ import torch
 
 from ..call.backend import FORWARD, Pass, Plan, holding
 from ..call.problem import Problem, TensorSpec
-from ..host.plan import unmeasured
 from . import launch, plan
 from .fp32 import launch as fp32_launch
 from .split_keys import launch as split_keys
@@ -26,7 +25,6 @@ class Hopper:
         return {
             "packed": "", "pages": "", "index": "", torch.int8: "", torch.float8_e4m3fn: "",
             "cache": "its fp32 kernels do not read caches" * (problem.dtype == torch.float32),
-            **unmeasured(problem, self.name),
             "8-bit keys": f"it reads caches in q's type, got {_name(problem.k.dtype)}",
             "few queries": "it leaves sequences of few queries to the portable kernels",
         }  # fmt: skip

@@ -27,20 +27,6 @@ class Launched:
     """The launches of forwards, by how many tensors they save, and those of backwards, by `unplanned`."""
 
 
-UNMEASURED = {
-    "functions": "masks and scores that are functions",
-    "tables": "tables in packed sequences",
-    "gradients of slopes": "gradients of Alibi's slopes",
-}
-"""What kernels have not done on a GPU so far, by the names of `call.backend.NEEDS`."""
-
-
-def unmeasured(p: Problem, name: str) -> dict[str, str]:
-    """Return why a back end takes these needs only where its name is given."""
-    why = "its kernels for {} have not run on a GPU; pass backend={!r} to run them"
-    return {need: "" if p.recipe.backend == name else why.format(what, name) for need, what in UNMEASURED.items()}
-
-
 def plan_of(
     p: Problem, pl: Any, run: Callable[..., Any], describe: Callable[..., Sequence[str]],
     tiles: Sequence[tuple[Any, bool]] = (), repeat: Callable[..., Any] = never, rest: Problem | None = None,
@@ -56,9 +42,6 @@ def plan_of(
         with on_device(x.q):
             return make_lists(p, pl, x, tiles)
 
-    never_ran = [f"{what} have not run on a GPU" for need, what in UNMEASURED.items() if need in p.needs]
-
-    def said() -> tuple[str, ...]:
-        return (*describe(p, pl), *never_ran)
-
-    return Plan(run_on_device, said, lists, partial(repeat, p, pl), rest, partial(compile_gradient, p))
+    return Plan(
+        run_on_device, lambda: tuple(describe(p, pl)), lists, partial(repeat, p, pl), rest, partial(compile_gradient, p)
+    )

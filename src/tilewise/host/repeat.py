@@ -157,15 +157,16 @@ class Backward:
         dq, dk, dv = EMPTY(*of_q), EMPTY(*of_k), EMPTY(*of_v)
         addresses = [t.data_ptr() for t in given]
         addresses += do.data_ptr(), dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), work.data_ptr(), stream
-        found, sums = self.learned.allocate() if self.learned else (None, ())
-        if found:
+        found: Any = None
+        if self.learned:
+            found, sums = self.learned.allocate()
             addresses += [t.data_ptr() for t in (*found.extra, *sums) if t is not None]
         key = tuple(addresses)
         launches = self.filled.get(key) or self.fill(key)
         if launches is None:
             return None
         launch(launches)
-        if self.learned is None:
+        if not self.learned:
             return dq, dk, dv
         self.learned.add(found, sums)
         return dq, dk, dv, *found.extra

@@ -20,7 +20,7 @@ from ..call.recipe import KINDS
 from ..values.dropout import Dropout
 from ..values.function import Function
 from ..values.masks import Full, intersect
-from ..values.score import Score
+from ..values.score import Alibi, Score
 from ..values.value import Value
 from .agree import Facts, of_numbers
 from .exchange import gather
@@ -94,7 +94,7 @@ def check_call(function: str, q: Tensor, k: Tensor, v: Tensor, sharding: Shardin
 def _refuse_learned(scores: Sequence[Score]) -> None:
     """Raise ValueError for a captured tensor that requires a gradient, of a score whose gradient ranks do not sum."""
     for change in scores:
-        if change.to_learn and torch.is_grad_enabled() and any([t.requires_grad for t in change.tensors]):
+        if isinstance(change, Alibi) and torch.is_grad_enabled() and any([t.requires_grad for t in change.tensors]):
             name, tensors = change.public_name(), " and ".join(change.captures)
             raise ValueError(
                 f"{name}: {tensors} must have no gradient in a parallel call, got requires_grad=True; detach it, or "

@@ -11,7 +11,7 @@ from ..call.backend import FORWARD, Pass, Plan, holding
 from ..call.operands import Grads, Operands
 from ..call.problem import MAX_HEAD_SIZE, Problem, TensorSpec, empty_parts
 from ..host.arguments import NARROW
-from ..host.plan import plan_of, unmeasured
+from ..host.plan import plan_of
 from ..host.repeat import repeated
 from ..host.tables import source_of_rows
 from . import launch, tiles
@@ -40,7 +40,6 @@ class Portable:
         return {
             **dict.fromkeys(TAKES, ""),
             "cache": "; ".join(against_cache),
-            **unmeasured(p, self.name),
             "8-bit keys": f"Triton converts no e4m3 on {p.target}; convert the pages to q's type" * no_e4m3,
             torch.int8: f"{p.target} multiplies no int8 in Triton; leave precision out" * old,
             torch.float8_e4m3fn: f"Triton multiplies no e4m3 on {p.target}; use precision='int8'" * no_e4m3,

@@ -19,7 +19,6 @@ class ByHead(Mask):
 
     interval = False
     varlen = False
-    needs = frozenset({"functions"})
     align = "first"
     not_cached = "its rows count from the first, which a cache does not know"
 

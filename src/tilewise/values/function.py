@@ -116,7 +116,6 @@ class Function(Value):
     place: str = "a function"
     """What errors call it: its name, file and line."""
     what: ClassVar[str]
-    needs = frozenset({"functions"})
 
     @classmethod
     def trace(cls: type[V], fn: Callable[..., Any], captured: Sequence[Any], align: str) -> V:

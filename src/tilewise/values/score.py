@@ -84,7 +84,6 @@ class Alibi(Score):
     shapes = ("BH",)
     unbatched = True
     learns = True
-    to_learn = frozenset({"gradients of slopes"})
     align = "last"
     positional = True
 

@@ -166,12 +166,8 @@ class Value(Frozen):
     """Whether captured tensors may leave out their first dimension, the batch."""
     interval: ClassVar[bool] = True
     """Whether each row sees one interval of keys, whose bounds never decrease as i grows. Scores hide none."""
-    needs: ClassVar[frozenset[str]] = frozenset()
-    """What a back end must be able to compute, by the names of `call.backend.NEEDS`."""
     learns: ClassVar[bool] = False
     """Whether captured tensors get gradients."""
-    to_learn: ClassVar[frozenset[str]] = frozenset()
-    """What a back end must be able to compute for these gradients, by the names of `call.backend.NEEDS`."""
     unbounded: ClassVar[bool] = False
     """Whether logits may be of any size after it, as after a bias."""
     reads_batch: ClassVar[bool] = False
