@@ -9,12 +9,15 @@ from tilewise.call.operands import Operands
 from tilewise.call.problem import Problem
 
 
-def call(M, N, D, H=4, H_k=4, dtype=torch.bfloat16, batch=(2,), keys=None, **given) -> tuple[Problem, Operands]:
+def call(
+    M, N, D, H=4, H_k=4, dtype=torch.bfloat16, batch=(2,), keys=None, D_v=None, **given
+) -> tuple[Problem, Operands]:
     """The problem of a call on an H200, and its tensors; packed sequences are no `batch`, (). A cache has `keys`."""
     q, k = (torch.empty(*rows, heads, D, dtype=dtype) for rows, heads in (((*batch, M), H), (keys or (*batch, N), H_k)))
     options = {**attention.__kwdefaults__, **given}
     del options["seed"], options["return_lse"]
-    x, *rest = check_arguments(q, k, k, **options)
+    v = k if D_v is None else k.new_empty(*k.shape[:-1], D_v)
+    x, *rest = check_arguments(q, k, v, **options)
     return problem_on(x, *rest, "sm_90"), x
 
 

@@ -44,6 +44,10 @@ CALLS = {
         "decode", "decode pages of 16", "decode pages of 128", "decode scored", "functions", "a causal function",
     ),
     256: ("causal", "dropout", "placed dropout", "grouped", "listed", "biased", "wide", "pages of 16"),
+    96: ("causal", "scored", "wide varlen"),
+    160: ("causal", "dropout"),
+    192: ("causal", "bounded", "latents", "latents, varlen", "latents, dropout"),
+    224: ("causal", "wide varlen"),
 }  # fmt: skip
 """What is compiled of each head size: every row of the tables, and every kind of kernel once."""
 
@@ -71,6 +75,9 @@ def calls() -> dict[str, dict[str, Any]]:
 
     return {
         "full": {},
+        "latents": causal | {"D_v": 128},
+        "latents, varlen": causal | {"D_v": 128, "layout": packed},
+        "latents, dropout": causal | {"D_v": 128, "dropout": 0.1},
         "single": {"S": 64},
         "short": {"S": 128},
         "short causal": causal | {"S": 128},
@@ -114,14 +121,15 @@ def launches(D: int, options: dict[str, Any]) -> list[Any]:
     shape, page = (batch * length,) if packed else (batch, length), options.pop("page", None)
     q = meta(*shape[:-1], options.pop("queries", shape[-1]), heads, D, dtype=dtype)
     k = meta(*((batch * length // page, page) if page else shape), options.pop("H_k", heads), D, dtype=dtype)
-    p, x = described("sm_90", q, k, k, **{"backend": "hopper", **options})
+    v = k.new_empty((*k.shape[:-1], options.pop("D_v", D)))
+    p, x = described("sm_90", q, k, v, **{"backend": "hopper", **options})
     assert not against("hopper", p), against("hopper", p)
     seed = meta(dtype=torch.int64) if p.recipe.dropout else None
     lse = meta(*((heads, batch * length) if packed else (batch, heads, q.shape[1])), dtype=torch.float32)
     biases = [t if t.ndim == 4 else None for t in x.extra]
     p = p._replace(wanted=tuple(t is not None for t in biases))
-    of_q, of_k = (torch.empty_like(t, dtype=p.out_dtype) for t in (q, k))
-    saved, grads = Saved(of_q, lse, seed), Grads(of_q, of_k, of_k, tuple(biases))
+    of_o, of_q, of_k, of_v = (torch.empty_like(t, dtype=p.out_dtype) for t in (x.q[..., : v.shape[-1]], q, k, v))
+    saved, grads = Saved(of_o, lse, seed), Grads(of_q, of_k, of_v, tuple(biases))
     counter = meta(2, dtype=torch.int32)
     if q.dtype == torch.float32:
         keys = fp32_backward_launch.empty_keys(p, q.device)
@@ -132,7 +140,7 @@ def launches(D: int, options: dict[str, Any]) -> list[Any]:
     pl = plan.plan(p)
     if p.layout.page(p) is not None:
         return launch.forward_launches(p, pl, x, saved, counter)
-    scratch, do = launch.empty_scratch(p, pl.backward_tile, pl.ready, q.device), torch.empty_like(q)
+    scratch, do = launch.empty_scratch(p, pl.backward_tile, pl.ready, q.device), torch.empty_like(of_o, dtype=q.dtype)
     narrow = saved._replace(o=do)  # a backward reads o in q's type
     backward = launch.backward_launches(
         p, pl, x, narrow, do, torch.empty_like(lse), scratch, grads, counter,

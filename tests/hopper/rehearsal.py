@@ -14,7 +14,7 @@ from tilewise.hopper.backward.gqa_reduce import GqaSums
 from tilewise.hopper.forward.eight_bits import Codes
 from tilewise.hopper.fp32 import backward_launch as fp32_backward_launch
 from tilewise.hopper.parts.call import Scratch
-from tilewise.hopper.plan import FULL, mixed, plan
+from tilewise.hopper.plan import FULL, mixed, plan, width_of_box
 from tilewise.host.arguments import batch_of, odd, odd_counts, packed
 from tilewise.host.plan import Launched
 from tilewise.host.values import device_values
@@ -58,9 +58,9 @@ def zero_outside(memory, first, end):
     pretend.world.record("zeroed", memory.cell.content, int(first), int(end))
 
 
-def store_inside(G, x, b, h, row, count, *_):
-    """In place of storing rows one by one."""
-    if count > 0:
+def store_inside(G, x, b, h, row, count, d_v, column):
+    """In place of storing rows one by one. It tells of the first columns."""
+    if count > 0 and int(column) == 0:
         pretend.world.record("stored", G.name, 0, int(h), int(row))
 
 
@@ -102,8 +102,9 @@ def rehearse_forward(
     lists = listed(seen.mT, tile.B_C, rows) if p.listed else None
     variant = variant_of(p, x, lists)
     shape = given(made._replace(section=section))
-    of_pages = pl.boxes[1].block_shape if tile.PAGE else [1, 1, tile.B_C, tile.D]
-    sizes = [1, 1, 64, tile.D], of_pages, of_pages, [1, 1, 64, tile.D]
+    of_pages = pl.boxes[1].block_shape if tile.PAGE else None
+    wide, of_v = (width_of_box(pieces) for pieces in (tile.D, tile.D_V))
+    sizes = [1, 1, 64, wide], of_pages or [1, 1, tile.B_C, wide], of_pages or [1, 1, tile.B_C, of_v], [1, 1, 64, of_v]
     q, k, v, o = (Box(name, 2 * size[2] * size[3], size) for name, size in zip("qkvo", sizes, strict=True))
     counter = Pointer([0, 0])
     kernel = functions("tilewise.hopper.forward.kernel")["attention_forward"]

@@ -52,23 +52,55 @@ class Reader:
         self.sequences, self.tile = sequences, tile
         self.products, self.rows, self.waiting = Counter(), Counter(), defaultdict(list)
         self.masked, self.pairs, self.wrong = set(), set(), []
-        self.begun = set()  # roles that have multiplied one half of V's columns
+        self.begun = defaultdict(list)
+        """Columns of K and of V from which on each role has multiplied pieces of a tile."""
+
+    def columns(self, content, pieces):
+        """What TMA loaded into a piece of a tile, and the piece's number among `pieces`."""
+        parts = content[1:] if content[0] == "parts" else [((0, 0), content)]
+        (_, (*tile, first)), *others = parts
+        width = pieces[0] if len(pieces) == 1 else min(64, *pieces)
+        if [[*tile, first + n * width] for n in range(1, len(parts))] != [[*other] for _, other in others]:
+            self.wrong.append(f"a piece holds {parts}")
+        starts = [sum(pieces[:n]) for n in range(len(pieces))]
+        if first not in starts or len(parts) * width != pieces[starts.index(first)]:
+            self.wrong.append(f"no piece of {pieces} has {len(parts)} boxes from column {first} on")
+            return tile, 0
+        return tile, starts.index(first)
+
+    def last(self, role, of, piece, pieces):
+        """Whether a product is that of the last of `pieces`; they come in order."""
+        begun = self.begun[role, of]
+        if piece != len(begun):
+            self.wrong.append(f"piece {piece} of {of} comes after {begun}")
+        begun.append(piece)
+        if len(begun) == len(pieces):
+            begun.clear()
+            return True
+        return False
 
     def product(self, role, left, _, right):
         """Of Q and K."""
-        (_, _, h, i, _), (_, _, h_k, j, _) = left, right
-        self.products[h, i, j] += 1
-        self.pairs.add((h, h_k))
-        self.waiting[role].append((h_k, j))
+        pieces = self.tile.D
+        ((_, _, h, i), of_q), ((_, _, h_k, j), of_k) = self.columns(left, pieces), self.columns(right, pieces)
+        if of_q != of_k:
+            self.wrong.append(f"piece {of_q} of Q meets piece {of_k} of K")
+        if self.last(role, "K", of_k, pieces):
+            self.products[h, i, j] += 1
+            self.pairs.add((h, h_k))
+            self.waiting[role].append((h_k, j))
 
     def weighed(self, role, right):
         """Of P and V: of the same keys as the product with K before."""
-        _, _, h_k, j, column = right
-        if self.tile.PV_BITS == 8:  # transposed, in tiles of 128 keys
-            j = j // self.tile.D * 128 + column
-        half = self.tile.PROMOTE == "halves" and role not in self.begun
-        self.begun = self.begun | {role} if half else self.begun - {role}
-        if self.waiting[role][:1] != [(h_k, j)] or not (half or self.waiting[role].pop(0)):
+        if self.tile.PV_BITS == 8:  # transposed, in tiles of 128 keys, and all columns in one piece
+            _, _, h_k, j, column = right
+            j = j // self.tile.D_V[0] * 128 + column
+            halves = (0, 1) if self.tile.PROMOTE == "halves" else (0,)
+            last = self.last(role, "V", len(self.begun[role, "V"]), halves)
+        else:
+            (_, _, h_k, j), piece = self.columns(right, self.tile.D_V)
+            last = self.last(role, "V", piece, self.tile.D_V)
+        if self.waiting[role][:1] != [(h_k, j)] or (last and not self.waiting[role].pop(0)):
             self.wrong.append(f"V of key head {h_k} from key {j} on is another P's")
 
     def asked(self, _, b, h, i, j):
@@ -79,6 +111,36 @@ class Reader:
     def stored(self, _, name, b, h, row):
         """Rows of O."""
         self.rows[h, row] += 1
+
+
+PIECES = {
+    (192, 128): ((128, 64), (128,)), (96, 96): ((64, 32), (64, 32)), (160, 160): ((128, 32), (128, 32)),
+    (192, 192): ((128, 64), (128, 64)), (224, 224): ((128, 64, 32), (128, 64, 32)), (72, 80): ((64, 32), (64, 32)),
+    (184, 120): ((128, 64), (128,)), (176, 176): ((128, 64), (128, 64)), (200, 136): ((256,), (256,)),
+    (72, 64): ((128,), (128,)), (40, 24): ((64,), (64,)),
+}  # fmt: skip
+"""Head sizes, and the columns of their rows in shared memory."""
+
+
+@pytest.mark.parametrize("sizes", PIECES, ids=str)
+@pytest.mark.parametrize("mask", ["full", "causal", "window", "blocks"])
+@pytest.mark.parametrize(
+    "given", [{}, {"dropout": 0.1}, {"score": tw.SoftCap(50.0)}, {"out_dtype": torch.float32}], ids=str
+)
+def test_head_sizes_in_pieces(sizes, mask, given):
+    D, D_v = sizes
+    tile, wrong = rehearsed(512, 512, D, 2, MASKS[mask], D_v=D_v, backend="hopper", **given)
+    assert not wrong
+    assert (tile.D, tile.D_V) == PIECES[sizes]
+
+
+@pytest.mark.parametrize("sizes", [(192, 128), (96, 96), (224, 224)], ids=str)
+@pytest.mark.parametrize("mask", ["full", "causal", "window"])
+def test_packed_sequences_in_pieces(mask, sizes):
+    layout, sequences = packed(MASKS[mask])
+    last = int(ENDS[-1])
+    p, x = call(last, last, sizes[0], H, 2, batch=(), mask=MASKS[mask], layout=layout, D_v=sizes[1], backend="hopper")
+    assert not list(faults(rehearse_forward(p, x, torch.empty(0), 3, 1), 2, sequences))
 
 
 @pytest.mark.parametrize("H_k", [8, 2])

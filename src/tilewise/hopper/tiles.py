@@ -49,7 +49,13 @@ FORWARD: dict[Any, Forward] = {
     (128, "single"): Forward(1, 64, 2, 2, pingpong=False, fetch_early=True, wait_pv=0, registers=232, programs=2),
     (128, "scores"): Forward(2, 128, 2, 2, pingpong=False, fetch_early=True, wait_pv=1, registers=240),
     256: Forward(2, 64, 1, 2, pingpong=False, fetch_early=True, wait_pv=0, registers=240),
+    96: Forward(2, 128, 2, 2, pingpong=False, fetch_early=True, wait_pv=0, registers=240),
+    160: Forward(2, 128, 1, 2, pingpong=False, fetch_early=True, wait_pv=0, registers=240),
+    192: Forward(2, 64, 1, 3, pingpong=False, fetch_early=True, wait_pv=0, registers=240),
+    224: Forward(2, 64, 1, 2, pingpong=False, fetch_early=True, wait_pv=0, registers=240),
+    (192, 128): Forward(2, 128, 1, 2, pingpong=False, fetch_early=True, wait_pv=0, registers=240),
 }
+"""By the columns of a row in shared memory, with those of V where they differ, or with what a call is like."""
 
 
 class EightBits(NamedTuple):
@@ -143,8 +149,31 @@ BIAS = {64: Bias(64, 64, 4, 3), 128: Bias(128, 32, 8, 2), 256: Bias(128, 32, 8, 
 
 
 def padded(p: Problem) -> int:
-    """Return the columns of a row in shared memory: 64, 128 or 256."""
+    """Return the columns of a row in shared memory, as a power of two: 64, 128 or 256."""
     return next(size for size in (64, 128, 256) if max(p.D, p.D_v) <= size)
+
+
+def pieces_of(size: int) -> tuple[int, ...]:
+    """Return the columns of a row of this head size: one piece up to 64, else those of a multiple of 32."""
+    columns = max(64, -(-size // 32) * 32)
+    return tuple([piece for piece in (256, 128, 64, 32) if columns & piece])
+
+
+def columns(p: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the columns of a forward's rows in shared memory, in pieces (parts/pieces.py): of Q and K, and of V and O.
+
+    They are padded to a power of two where FORWARD has no such row, for codes and caches, and unless the call names
+    this back end, as no GPU has run others."""
+    of_qk, of_v = pieces_of(p.D), pieces_of(p.D_v)
+    plain = p.dtype != torch.float32 and not p.products.codes and p.layout.page(p) is None
+    if plain and p.recipe.backend == "hopper" and row_of(of_qk, of_v) in FORWARD:
+        return of_qk, of_v
+    return (padded(p),), (padded(p),)
+
+
+def row_of(of_qk: tuple[int, ...], of_v: tuple[int, ...]) -> Any:
+    """Return the key of these columns into FORWARD."""
+    return sum(of_qk) if of_qk == of_v else (sum(of_qk), sum(of_v))
 
 
 TABLES: dict[str, dict[Any, Any]] = {"forward": FORWARD, "backward": BACKWARD}
@@ -180,7 +209,9 @@ def keys(p: Problem) -> dict[str, Any]:
     if p.dtype == torch.float32:
         return {}
     size, recipe = padded(p), p.recipe
-    forward: Any = size
+    forward: Any = row_of(*columns(p))
+    if forward != size:
+        return {"forward": forward, "backward": size}
     longest = max(p.M, p.N)
     if size == 64:
         registers_short = bool(recipe.score or recipe.dropout or p.listed)

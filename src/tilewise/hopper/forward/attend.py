@@ -6,18 +6,13 @@ softmax.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma_wait
 
 from ...tile.rows import row_values
 from ...tile.softmax import finalize, join_sink
-from ..parts import triton_compat
-from ..parts.channel import arrive, named_barrier, stage, wait, wait_dependencies
+from ..parts.channel import arrive, named_barrier, wait, wait_dependencies
 from ..parts.dropout_bits import apply_dropout, read_bits
+from ..parts.pieces import contract, scaled, store_piece, tile_at, tile_of, times
 from ..parts.queue import receive_tile
 from ..parts.ragged import fill_outputs, store_inside, zero_queries_past
 from .eight_bits import in_units, key_scales, pack, positive, product_of, rescaled, row_scales, scale_of
@@ -43,18 +38,17 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
         loop = loop_of(place, tile_of_head, call.variant, tile)
         row0 = place.i0 + 64 * W
         at = n % tile.Q_STAGES * tile.WARPGROUPS + W
-        q = shared.q.memory.index(at * (16 // tile.QK_BITS)).reshape([64, tile.D])
+        q = tile_of(shared.q.memory, at * (16 // tile.QK_BITS))
         part = part_of(loop, place, row0, call.variant, tile)
         y = skip_tiles(W, shared, y, loop.hi - part.hi, tile)
         o, m, l, lse_shift, t, y = loop_over_keys(
             W, O.dtype, shared, q, codes, place, loop, part, row0, q0, k0, n, y, call, c, tile
         )
         if call.variant.dropout is not None:
-            o = o * call.variant.dropout.rescale
+            o = scaled(o, call.variant.dropout.rescale)
         if tile.BOUNDED:
             m = gl.where(l == 0.0, float("-inf"), m)
-        of_o = shared.o.index(at).reshape([64, tile.D])
-        write(o, m, l, O, O_rows, L, of_o, place, q0, row0, call, lse_shift, c is None, tile)
+        write(o, m, l, O, O_rows, L, shared.o, at, place, q0, row0, call, lse_shift, c is None, tile)
         y = skip_tiles(W, shared, y, part.lo - loop.lo, tile)
         if tile.Q_STAGES == 1:
             tma.store_wait(0)
@@ -71,7 +65,7 @@ def loop_over_keys(
     """Sum over the key tiles of `part`, from the last to the first. Return O, m, l, what lse misses, the next tile's
     number, and the next use."""
     B_C: gl.constexpr = tile.B_C
-    INTEGERS: gl.constexpr = tile.QK_BITS == 8 and shared.k.memory.dtype == gl.int8
+    INTEGERS: gl.constexpr = tile.QK_BITS == 8 and shared.k.memory[0].dtype == gl.int8
     s_layout: gl.constexpr = accumulator(B_C, tile.QK_BITS)
     SCORES: gl.constexpr = len(call.variant.scores) > 0
     BY_ROW: gl.constexpr = tile.QK_BITS == 8 and not SCORES
@@ -85,7 +79,7 @@ def loop_over_keys(
     if SCORES:  # which may compute several rows together
         zero_queries_past(q, place, row0, call.packed)
     wait(shared.k.full, y)
-    S_first = first_logits(q, stage(shared.k.memory, y), zero.dtype, tile.HALF_FIRST_TILE and W == 0, tile)
+    S_first = first_logits(q, tile_at(shared.k.memory, y), zero.dtype, tile.HALF_FIRST_TILE and W == 0, tile)
     arrive(shared.k.empty, y)
     S_first = product_of(S_first, rows, k_scale, SCORES, True, tile)
     c_first = scale_of(S_first, c, rows.scale * k_scale) if BY_ROW else c
@@ -108,14 +102,14 @@ def loop_over_keys(
         wait(shared.k.full, y + 1)
         if tile.PINGPONG and tile.PROMOTE != "halves":
             named_barrier("sync", W)
-        S = start_logits(q, stage(shared.k.memory, y + 1), zero, tile)
+        S = contract(q, tile_at(shared.k.memory, y + 1), zero)
         products = start_products(sums, p, shared, y, tile)
         if tile.PINGPONG:
             named_barrier("arrive", (W + 1) % tile.WARPGROUPS)
         words = read_bits(shared.bits, (y + 1) * tile.WARPGROUPS + W, 0, zero)
         if tile.WAIT_PV == 3:
             products = finish_products(products, tile)
-        S = warpgroup_mma_wait(tile.SUM_BY_PRODUCT + (tile.PROMOTE != "halves"), [S])
+        S = warpgroup_mma_wait(tile.SUM_BY_PRODUCT + (len(sums.o) if tile.PROMOTE != "halves" else 0), [S])
         S = product_of(S, rows, k_scale, SCORES, tile.MASK_IN_LOOP, tile)
         c_j = scale_of(S, c, rows.scale * k_scale) if BY_ROW else c
         partial = is_partial(x, part) if tile.MASK_IN_LOOP else False
@@ -147,16 +141,11 @@ def loop_over_keys(
 def first_logits(q, k, TYPE: gl.constexpr, HALF: gl.constexpr, tile: gl.constexpr):
     """Compute Q K^T, or only the first HALF of its columns."""
     COLUMNS: gl.constexpr = tile.B_C // 2 if HALF else tile.B_C
-    k = k.reshape([tile.B_C, tile.D]).slice(0, COLUMNS, 0)
+    seen = ()
+    for p in gl.static_range(len(k)):
+        seen += (k[p].slice(0, COLUMNS, 0),)
     zero = gl.zeros([64, COLUMNS], TYPE, accumulator(COLUMNS, tile.QK_BITS))
-    return warpgroup_mma_wait(0, [warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)])
-
-
-@gluon.jit
-def start_logits(q, k, zero, tile: gl.constexpr):
-    """Start Q K^T."""
-    k = k.reshape([tile.B_C, tile.D])
-    return warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    return warpgroup_mma_wait(0, [contract(q, seen, zero)])
 
 
 @gluon.jit
@@ -165,18 +154,19 @@ def operand(P, words, TYPE: gl.constexpr, call, tile: gl.constexpr):
     if tile.PV_BITS == 8:
         return pack(P, tile.SUM_BY_PRODUCT)
     else:
-        layout: gl.constexpr = gl.DotOperandLayout(0, accumulator(tile.D, 16), 2)
+        layout: gl.constexpr = gl.DotOperandLayout(0, accumulator(tile.D_V[0], 16), 2)
         return gl.convert_layout(apply_dropout(P.to(TYPE), words, call.variant), layout)
 
 
 @gluon.jit
-def write(o, m, l, O, O_rows, L, q, place, q0, row0, call, lse_shift, NATURAL: gl.constexpr, tile: gl.constexpr):
+def write(
+    o, m, l, O, O_rows, L, memory, at, place, q0, row0, call, lse_shift, NATURAL: gl.constexpr, tile: gl.constexpr
+):  # fmt: skip
     """Write O and lse of 64 rows, once all keys have been seen. O leaves through its rows' stage of Q, but from
     registers if O_rows is in fp32. m may be NATURAL. lse_shift is what logits of 8-bit codes miss."""
-    row_layout: gl.constexpr = gl.SliceLayout(1, o.type.layout)
     if call.variant.sink is not None:
         m, l, alpha = join_sink(m, l, gl.load(call.variant.sink + place.h).to(gl.float32), NATURAL)
-        o = o * gl.convert_layout(alpha, row_layout)[:, None]
+        o = times(o, alpha)
     inverse, lse = finalize(m, l, NATURAL)
     if tile.QK_BITS == 8:
         lse = gl.where(lse == float("-inf"), lse, lse + gl.convert_layout(lse_shift, lse.type.layout))
@@ -184,18 +174,17 @@ def write(o, m, l, O, O_rows, L, q, place, q0, row0, call, lse_shift, NATURAL: g
     gl.store(
         row_values(L, call.packed, place.b, place.h, call.shape.H, q0, call.shape.M) + rows, lse, mask=rows < place.M
     )
-    o = o * gl.convert_layout(inverse, row_layout)[:, None]
-    if O_rows is None:
-        q.store(o.to(O.dtype))
-        fence_async_shared()
-        triton_compat.store(O, [place.b, place.h, row0, 0], q)
-    elif O_rows.ptr.dtype.element_ty != O.dtype:  # in fp32, for which q's stage has no room
-        store_inside(O_rows, o, place.b, place.h, q0 + row0, place.M - row0, call.shape.d_v, 0)
-    else:
-        o = o.to(O.dtype)
-        if row0 + o.shape[0] <= place.M:
-            q.store(o)
-            fence_async_shared()
-            triton_compat.store(O, [0, place.h, q0 + row0, 0], q)
+    o = times(o, inverse)
+    D_V: gl.constexpr = tile.D_V
+    column = 0
+    for p in gl.static_range(len(D_V)):
+        if O_rows is None:
+            store_piece(O, o[p].to(O.dtype), place.b, place.h, row0, column, memory[p], at, D_V[p])
+        elif O_rows.ptr.dtype.element_ty != O.dtype:  # in fp32, for which q's stage has no room
+            store_inside(O_rows, o[p], place.b, place.h, q0 + row0, place.M - row0, call.shape.d_v, column)
+        elif row0 + 64 <= place.M:
+            store_piece(O, o[p].to(O.dtype), 0, place.h, q0 + row0, column, memory[p], at, D_V[p])
         else:
-            store_inside(O_rows, o, place.b, place.h, q0 + row0, place.M - row0, call.shape.d_v, 0)
+            rest = o[p].to(O.dtype)
+            store_inside(O_rows, rest, place.b, place.h, q0 + row0, place.M - row0, call.shape.d_v, column)
+        column += D_V[p]

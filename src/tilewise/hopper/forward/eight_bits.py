@@ -13,6 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...quantize.rows import BLOCK_K, BLOCK_Q
+from ..parts.pieces import allocate, scaled
 
 TINY = gl.constexpr(2.0**-126)
 
@@ -40,21 +41,21 @@ def first_rows(place, q0, k0, packed, tile: gl.constexpr):
         return (q0 // BLOCK_Q + place.b) * BLOCK_Q, (k0 // BLOCK_K + place.b) * BLOCK_K
 
 
-@gluon.constexpr_function
-def values_shape(tile):
-    """Return rows and columns of a tile of V in shared memory: codes are transposed."""
-    return (tile.D, tile.B_C) if tile.PV_BITS == 8 else (tile.B_C, tile.D)
+@gluon.jit
+def values(V, STAGES: gl.constexpr, tile: gl.constexpr):
+    """Allocate the stages of a tile of V: codes are transposed."""
+    if tile.PV_BITS == 8:
+        return (gl.allocate_shared_memory(V.dtype, [STAGES, 1, 1, tile.D_V[0], tile.B_C], V.layout),)
+    else:
+        D: gl.constexpr = tile.D_V  # as an attribute, Triton takes a tuple for values
+        return allocate(V, V.dtype, STAGES, tile.B_C, D)
 
 
 @gluon.jit
-def values_box(row, code_row, tile: gl.constexpr):
-    """Return where the values of keys from `row` on begin in memory; as codes, from `code_row` on, in tiles of BLOCK_K
-    keys."""
-    if tile.PV_BITS == 8:
-        D: gl.constexpr = tile.D
-        return code_row // BLOCK_K * D, code_row % BLOCK_K
-    else:
-        return row, 0
+def values_box(row, tile: gl.constexpr):
+    """Return where the codes of V begin in memory, from key `row` on: they lie in tiles of BLOCK_K keys."""
+    D: gl.constexpr = tile.D_V[0]
+    return row // BLOCK_K * D, row % BLOCK_K
 
 
 @gluon.jit
@@ -208,9 +209,9 @@ def in_units(o, l, v_scale, c, tile: gl.constexpr):
     """Return O and row sums in their own units, where V has the last key tile's scale. Without c, m is that of P
     itself."""
     if tile.PV_BITS == 8:
-        o = o * v_scale
+        o = scaled(o, v_scale)
         if c is None:
-            o, l = o * 2.0**-tile.P_SCALE_LOG2, l * 2.0**-tile.P_SCALE_LOG2
+            o, l = scaled(o, 2.0**-tile.P_SCALE_LOG2), l * 2.0**-tile.P_SCALE_LOG2
     return o, l
 
 

@@ -19,9 +19,10 @@ from ..parts import triton_compat
 from ..parts.call import Call
 from ..parts.channel import Channel, barriers, launch_dependents
 from ..parts.dropout_bits import bits
+from ..parts.pieces import allocate
 from ..parts.queue import tile_channel
 from .attend import attend
-from .eight_bits import ones_of, values_shape
+from .eight_bits import ones_of, values
 from .load import load, produce_bits
 
 
@@ -31,8 +32,10 @@ class Tile(NamedTuple):
     WARPGROUPS: int
     """Counts the warpgroups, of 64 query rows each."""
     B_C: int
-    D: int
-    """Counts the columns of a row in shared memory: the head size, rounded up to 64, 128 or 256."""
+    D: tuple[int, ...]
+    """Counts the columns of a row of Q or K in shared memory, in pieces (parts/pieces.py)."""
+    D_V: tuple[int, ...]
+    """Counts those of a row of V or O."""
     Q_STAGES: int
     KV_STAGES: int
     PINGPONG: bool
@@ -86,6 +89,7 @@ class Shared(NamedTuple):
     """Hold everything in shared memory."""
 
     q: object
+    """Its memory is one of each piece of the columns, as that of k and v."""
     o: object
     """Is the memory of q, through which O leaves, in O's type."""
     k: object
@@ -118,29 +122,25 @@ def attention_forward(
     which tile comes when: `schedule.assign` or the like."""
     WARPGROUPS: gl.constexpr = tile.WARPGROUPS
     B_C: gl.constexpr = tile.B_C
-    D: gl.constexpr = tile.D
+    D: gl.constexpr = tile.D  # as an attribute, Triton takes a tuple for values
     Q_STAGES: gl.constexpr = tile.Q_STAGES
     KV_STAGES: gl.constexpr = tile.KV_STAGES
     DROPOUT_WARPS: gl.constexpr = tile.DROPOUT_WARPS
-    OF_V: gl.constexpr = values_shape(tile)
     REGISTERS: gl.constexpr = tile.REGISTERS
     shape = counts_of(shape)
     done = barriers(KV_STAGES, WARPGROUPS)
-    o = gl.allocate_shared_memory(O.dtype, [Q_STAGES * WARPGROUPS, 1, 1, 64, D], O.layout)
     if tile.QK_BITS == 8:
-        q = triton_compat.reinterpret(o, Q.dtype, [2 * Q_STAGES * WARPGROUPS, 1, 1, 64, D], Q.layout)
+        o = allocate(O, O.dtype, Q_STAGES * WARPGROUPS, 64, D)
+        q = (triton_compat.reinterpret(o[0], Q.dtype, [2 * Q_STAGES * WARPGROUPS, 1, 1, 64, D[0]], Q.layout),)
     else:
-        q = o
+        q = allocate(Q, Q.dtype, Q_STAGES * WARPGROUPS, 64, D)
+        o = q
     ones: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, B_C], gl.float8e4nv)
     shared = Shared(
         Channel(q, barriers(Q_STAGES, 1), barriers(Q_STAGES, WARPGROUPS)),
         o,
-        Channel(gl.allocate_shared_memory(K.dtype, [KV_STAGES, 1, 1, B_C, D], K.layout), barriers(KV_STAGES, 1), done),
-        Channel(
-            gl.allocate_shared_memory(V.dtype, [KV_STAGES, 1, 1, OF_V[0], OF_V[1]], V.layout),
-            barriers(KV_STAGES, 1),
-            done,
-        ),
+        Channel(allocate(K, K.dtype, KV_STAGES, B_C, D), barriers(KV_STAGES, 1), done),
+        Channel(values(V, KV_STAGES, tile), barriers(KV_STAGES, 1), done),
         tile_channel(WARPGROUPS + 1 if DROPOUT_WARPS else WARPGROUPS),
         bits(64, WARPGROUPS, 1) if DROPOUT_WARPS else None,
         gl.allocate_shared_memory(gl.float8e4nv, [8, B_C], ones, ones_of(B_C)) if tile.SUM_BY_PRODUCT else None,

@@ -6,6 +6,7 @@ from triton.experimental.gluon import language as gl
 from ..parts import triton_compat
 from ..parts.channel import arrive, expect, stage, wait_before, wait_dependencies
 from ..parts.dropout_bits import dropout_words, in_whole
+from ..parts.pieces import bytes_of, load_pieces
 from ..parts.queue import fetch_next_tile, receive_tile, reset_counter, send_tile
 from .eight_bits import first_rows, values_box
 from .pages import load_rows, located
@@ -35,10 +36,10 @@ def load(Q, K, V, shared, counter, call, codes, tile: gl.constexpr):
             if tile.LOCATE_EARLY:
                 wait_dependencies()  # for Q, K and V, once
             wait_before(shared.q.empty, n)
-            bar = expect(shared.q.full, n, Q.block_type.nbytes * WARPGROUPS)
+            bar = expect(shared.q.full, n, bytes_of(Q.block_type, tile.D) * WARPGROUPS)
             for w in gl.static_range(WARPGROUPS):
-                at = shared.q.memory.index((n % Q_STAGES * WARPGROUPS + w) * (16 // tile.QK_BITS))
-                triton_compat.load(Q, [b, place.h, q_row + place.i0 + 64 * w, 0], bar, at)
+                at = (n % Q_STAGES * WARPGROUPS + w) * (16 // tile.QK_BITS)
+                load_pieces(Q, b, place.h, q_row + place.i0 + 64 * w, bar, shared.q.memory, at)
             count = loop.hi - loop.lo
             j_before = 0
             for x in range(count + 1):  # K one tile ahead of V: the order in which they are used
@@ -47,15 +48,19 @@ def load(Q, K, V, shared, counter, call, codes, tile: gl.constexpr):
                 if x < count:
                     j = key_tile(call.variant, loop, loop.hi - 1 - x)
                     if tile.PAGE is None:
-                        bar = expect(shared.k.full, y, K.block_type.nbytes)
-                        triton_compat.load(K, [b, h_k, k_row + j * B_C, 0], bar, stage(shared.k.memory, y))
+                        bar = expect(shared.k.full, y, bytes_of(K.block_type, tile.D))
+                        load_pieces(K, b, h_k, k_row + j * B_C, bar, shared.k.memory, y % tile.KV_STAGES)
                     else:
                         load_rows(K, shared.k, y, call, place, h_k, k_row + j * B_C, tile)
                 if x > 0:
-                    if tile.PAGE is None:
+                    if tile.PV_BITS == 8:
                         bar = expect(shared.v.full, y - 1, V.block_type.nbytes)
-                        row, column = values_box(k0 + j_before * B_C, k_row + j_before * B_C, tile)
-                        triton_compat.load(V, [b, h_k, row, column], bar, stage(shared.v.memory, y - 1))
+                        row, column = values_box(k_row + j_before * B_C, tile)
+                        triton_compat.load(V, [b, h_k, row, column], bar, stage(shared.v.memory[0], y - 1))
+                    elif tile.PAGE is None:
+                        bar = expect(shared.v.full, y - 1, bytes_of(V.block_type, tile.D_V))
+                        row = k0 + j_before * B_C
+                        load_pieces(V, b, h_k, row, bar, shared.v.memory, (y - 1) % tile.KV_STAGES)
                     else:
                         load_rows(V, shared.v, y - 1, call, place, h_k, k0 + j_before * B_C, tile)
                 if FETCH_EARLY:

@@ -12,6 +12,7 @@ from ...tile.masks import key_range_of
 from ...tile.ranges import Place
 from ..parts import triton_compat
 from ..parts.channel import expect, stage, wait
+from ..parts.pieces import tile_at
 from ..parts.ragged import zero_outside, zero_values
 from .queries import query_tile
 
@@ -68,14 +69,15 @@ def load_rows(X, channel, y, call, place, h_k, row, tile: gl.constexpr):
     entries of the table are not read."""
     ROWS: gl.constexpr = X.block_type.shape[2]
     B_C: gl.constexpr = tile.B_C
-    PANELS: gl.constexpr = 1 if tile.PAGE == 0 else tile.D // 64
-    STAGES: gl.constexpr = channel.memory.shape[0]
+    PANELS: gl.constexpr = 1 if tile.PAGE == 0 else tile.D[0] // 64
+    memory = channel.memory[0]
+    STAGES: gl.constexpr = memory.shape[0]
     bar = expect(channel.full, y, X.block_type.nbytes * (B_C // ROWS * PANELS))
     entry = entry_of(call.cache, place.b)
     if tile.PAGE == 0:
-        triton_compat.load(X, [entry.to(gl.int32), h_k, row, 0], bar, stage(channel.memory, y))
+        triton_compat.load(X, [entry.to(gl.int32), h_k, row, 0], bar, stage(memory, y))
     else:
-        panels = triton_compat.reinterpret(channel.memory, X.dtype, [STAGES * PANELS, 1, 1, B_C, 64], X.layout)
+        panels = triton_compat.reinterpret(memory, X.dtype, [STAGES * PANELS, 1, 1, B_C, 64], X.layout)
         pages = call.cache.table + entry * (call.cache.width // 2)
         for r in gl.static_range(B_C // ROWS):
             first = row + r * ROWS
@@ -97,7 +99,7 @@ def zero_unseen(place, j, call, shared, y, tile: gl.constexpr):
     first, end = first - j * B_C, end - j * B_C
     if (first > 0) | (end < B_C):
         wait(shared.v.full, y)
-        zero_outside(stage(shared.v.memory, y).reshape([B_C, tile.D]), first, end)
+        zero_outside(tile_at(shared.v.memory, y)[0], first, end)
 
 
 @gluon.jit

@@ -10,7 +10,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from ..parts.channel import named_barrier, stage, wait
+from ..parts.channel import named_barrier, wait
+from ..parts.pieces import by_rows, tile_at, times, wait_for
 from .eight_bits import unpack, with_nan
 
 
@@ -18,9 +19,7 @@ class Sums(NamedTuple):
     """Hold the sums over the key tiles so far; 0 in place of what a tile does without, as functions return no None."""
 
     o: object
-    """Holds O; its left half where it is summed in halves."""
-    o_right: object
-    """Holds the right half."""
+    """Holds O, in pieces of its columns, or in halves."""
     l: object
     """Holds the sums of P's rows where products compute them."""
     alpha: object
@@ -41,29 +40,54 @@ def accumulator(columns, bits):
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 256 // bits])
 
 
+@gluon.constexpr_function
+def summed_at_once(tile):
+    """Return the columns of O that one product sums, for all its products."""
+    return (tile.D_V[0] // 2,) * 2 if tile.PROMOTE == "halves" else tile.D_V
+
+
+@gluon.jit
+def zeros(COLUMNS: gl.constexpr, BITS: gl.constexpr):
+    """Return zeros that lie as a product does."""
+    return gl.zeros([64, COLUMNS], gl.float32, accumulator(COLUMNS, BITS))
+
+
 @gluon.jit
 def no_sums(layout: gl.constexpr, tile: gl.constexpr):
     """Return sums over no key tile; `layout` is that of S."""
-    COLUMNS: gl.constexpr = tile.D // 2 if tile.PROMOTE == "halves" else tile.D
-    o = gl.zeros([64, COLUMNS], gl.float32, accumulator(COLUMNS, tile.PV_BITS))
+    COLUMNS: gl.constexpr = summed_at_once(tile)
+    o = ()
+    for p in gl.static_range(len(COLUMNS)):
+        o += (zeros(COLUMNS[p], tile.PV_BITS),)
     one_a_row = gl.zeros([64], gl.float32, gl.SliceLayout(1, layout))
     return Sums(
         o,
-        o if tile.PROMOTE == "halves" else 0,
-        gl.zeros([64, 8], gl.float32, accumulator(8, tile.PV_BITS)) if tile.SUM_BY_PRODUCT else 0,
+        zeros(8, tile.PV_BITS) if tile.SUM_BY_PRODUCT else 0,
         one_a_row if tile.PROMOTE != "none" else 0,
         one_a_row if tile.SUM_BY_PRODUCT else 0,
     )
 
 
 @gluon.jit
-def weigh(p, v, o, tile: gl.constexpr, COLUMN: gl.constexpr = 0):
-    """Start O += P V, or a new O."""
-    if tile.PV_BITS == 8:
-        v = v.reshape([tile.D, tile.B_C]).slice(COLUMN, o.shape[1], 0).permute((1, 0))
-        p = unpack(p, gl.DotOperandLayout(0, o.type.layout, 4))
-    else:
-        v = v.reshape([tile.B_C, tile.D])
+def weigh(p, v, o, tile: gl.constexpr):
+    """Start O += P V, or a new O, in each piece of the columns."""
+    found = ()
+    for n in gl.static_range(len(o)):
+        found += (warpgroup_mma(as_factor_of(p, o[n]), v[n], o[n], use_acc=tile.PROMOTE == "none", is_async=True),)
+    return found
+
+
+@gluon.jit
+def as_factor_of(p, o):
+    """Return P as the left factor of a product that lies as O does. No entry moves."""
+    return gl.convert_layout(p, gl.DotOperandLayout(0, o.type.layout, 2), assert_trivial=True)
+
+
+@gluon.jit
+def weigh_codes(p, v, o, COLUMN: gl.constexpr, tile: gl.constexpr):
+    """Start O += P V of codes, or a new O, in the columns from COLUMN on."""
+    v = v.slice(COLUMN, o.shape[1], 0).permute((1, 0))
+    p = unpack(p, gl.DotOperandLayout(0, o.type.layout, 4))
     return warpgroup_mma(p, v, o, use_acc=tile.PROMOTE == "none", is_async=True)
 
 
@@ -77,7 +101,7 @@ def sum_rows(p, ones, l):
 @gluon.jit
 def added(x, alpha, new):
     """Return x * alpha + new; alpha is a factor for each row."""
-    return x * gl.convert_layout(alpha, gl.SliceLayout(1, x.type.layout))[:, None] + new
+    return by_rows(x, alpha) + new
 
 
 @gluon.jit
@@ -90,11 +114,11 @@ def join_halves(sums, p, shared, y, W: gl.constexpr, tile: gl.constexpr):
         wait(shared.v.full, y)
         if W is not None:  # one turn is both halves and S: only their additions leave the tensor cores idle
             named_barrier("sync", W)
-        v = stage(shared.v.memory, y)
-        zero = gl.zeros_like(sums.o)
-        o = added(sums.o, sums.alpha, warpgroup_mma_wait(0, [weigh(p, v, zero, tile)]))
-        o_right = added(sums.o_right, sums.alpha, warpgroup_mma_wait(0, [weigh(p, v, zero, tile, zero.shape[1])]))
-        return Sums(o, o_right, sums.l, sums.alpha, sums.alpha_l)
+        v = tile_at(shared.v.memory, y)[0]
+        zero = gl.zeros_like(sums.o[0])
+        left = added(sums.o[0], sums.alpha, warpgroup_mma_wait(0, [weigh_codes(p, v, zero, 0, tile)]))
+        right = warpgroup_mma_wait(0, [weigh_codes(p, v, zero, zero.shape[1], tile)])
+        return Sums((left, added(sums.o[1], sums.alpha, right)), sums.l, sums.alpha, sums.alpha_l)
 
 
 @gluon.jit
@@ -105,8 +129,12 @@ def start_products(sums, p, shared, y, tile: gl.constexpr):
         return Products(0, l)
     else:
         wait(shared.v.full, y)
-        o = sums.o if tile.PROMOTE == "none" else gl.zeros_like(sums.o)
-        return Products(weigh(p, stage(shared.v.memory, y), o, tile), l)
+        v = tile_at(shared.v.memory, y)
+        if tile.PV_BITS == 8:
+            o = sums.o[0] if tile.PROMOTE == "none" else gl.zeros_like(sums.o[0])
+            return Products((weigh_codes(p, v[0], o, 0, tile),), l)
+        else:
+            return Products(weigh(p, v, sums.o, tile), l)
 
 
 @gluon.jit
@@ -115,10 +143,10 @@ def finish_products(products, tile: gl.constexpr):
     if tile.PROMOTE == "halves":
         return Products(0, warpgroup_mma_wait(0, [products.l]) if tile.SUM_BY_PRODUCT else 0)
     elif tile.SUM_BY_PRODUCT:
-        o, l = warpgroup_mma_wait(0, [products.o, products.l])
-        return Products(o, l)
+        o, l = warpgroup_mma_wait(0, [products.o[0], products.l])
+        return Products((o,), l)
     else:
-        return Products(warpgroup_mma_wait(0, [products.o]), 0)
+        return Products(wait_for(products.o), 0)
 
 
 @gluon.jit
@@ -126,11 +154,11 @@ def join(sums, products, tile: gl.constexpr):
     """Let complete products join the sums."""
     l = added(sums.l, sums.alpha_l, products.l) if tile.SUM_BY_PRODUCT else 0
     if tile.PROMOTE == "halves":
-        return Sums(sums.o, sums.o_right, l, sums.alpha, sums.alpha_l)
+        return Sums(sums.o, l, sums.alpha, sums.alpha_l)
     elif tile.PROMOTE == "whole":
-        return Sums(added(sums.o, sums.alpha, products.o), 0, l, sums.alpha, sums.alpha_l)
+        return Sums((added(sums.o[0], sums.alpha, products.o[0]),), l, sums.alpha, sums.alpha_l)
     else:
-        return Sums(products.o, 0, l, 0, sums.alpha_l)
+        return Sums(products.o, l, 0, sums.alpha_l)
 
 
 @gluon.jit
@@ -138,12 +166,11 @@ def rescale(sums, alpha, alpha_o, tile: gl.constexpr):
     """Rescale the sums to the new row max, by alpha and O by alpha_o; at once, or when the next products join them."""
     alpha_l = alpha if tile.SUM_BY_PRODUCT else 0
     if tile.PROMOTE != "none":
-        return Sums(sums.o, sums.o_right, sums.l, alpha_o, alpha_l)
+        return Sums(sums.o, sums.l, alpha_o, alpha_l)
     elif tile.BOUNDED:
         return sums
     else:
-        o = sums.o * gl.convert_layout(alpha_o, gl.SliceLayout(1, sums.o.type.layout))[:, None]
-        return Sums(o, 0, sums.l, 0, alpha_l)
+        return Sums(times(sums.o, alpha_o), sums.l, 0, alpha_l)
 
 
 @gluon.jit
@@ -152,7 +179,8 @@ def totals(sums, l, m, tile: gl.constexpr):
     if tile.SUM_BY_PRODUCT:
         l = with_nan(gl.convert_layout(gl.max(sums.l, 1), m.type.layout), m)
     if tile.PROMOTE == "halves":
-        o = gl.join(sums.o, sums.o_right).permute((0, 2, 1)).reshape([64, tile.D])
-        return gl.convert_layout(o, accumulator(tile.D, tile.PV_BITS)), l
+        D: gl.constexpr = tile.D_V[0]
+        o = gl.join(sums.o[0], sums.o[1]).permute((0, 2, 1)).reshape([64, D])
+        return (gl.convert_layout(o, accumulator(D, tile.PV_BITS)),), l
     else:
         return sums.o, l

@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from ...tile.rows import fill_unused, origin
 from . import triton_compat
 from .channel import stage, wait
+from .pieces import tile_at
 
 
 @gluon.jit
@@ -61,9 +62,10 @@ def zero_queries(place, packed, shared, y, tile: gl.constexpr):
 @gluon.jit
 def zero_queries_past(q, place, row0, packed):
     """Zero the rows of a warpgroup's Q past the end of a packed sequence. Codes of 8 bits have scales of 0 there."""
-    if packed is not None and q.dtype.primitive_bitwidth == 16:
-        if row0 + q.shape[0] > place.M:
-            zero_from(q, place.M - row0)
+    if packed is not None and q[0].dtype.primitive_bitwidth == 16:
+        if row0 + 64 > place.M:
+            for p in gl.static_range(len(q)):
+                zero_from(q[p], place.M - row0)
 
 
 @gluon.jit
@@ -74,15 +76,17 @@ def zero_values(place, j, packed, shared, y, tile: gl.constexpr):
     if packed is not None and tile.PV_BITS == 16:
         if (j + 1) * B_C > place.N:
             wait(shared.v.full, y)
-            zero_from(stage(shared.v.memory, y).reshape([B_C, tile.D]), place.N - j * B_C)
+            values = tile_at(shared.v.memory, y)
+            for p in gl.static_range(len(values)):
+                zero_from(values[p], place.N - j * B_C)
 
 
 @gluon.jit
-def store_inside(O, o, b, h, first, M, d_v, COLUMN: gl.constexpr):
+def store_inside(O, o, b, h, first, M, d_v, column):
     """Store the rows below M from registers: past a packed sequence, a box of TMA would write over the next."""
     layout: gl.constexpr = o.type.layout
     rows = gl.arange(0, o.shape[0], gl.SliceLayout(1, layout))[:, None]
-    columns = COLUMN + gl.arange(0, o.shape[1], gl.SliceLayout(0, layout))[None, :]
+    columns = column + gl.arange(0, o.shape[1], gl.SliceLayout(0, layout))[None, :]
     at = origin(O, b, h, first) + rows.to(gl.int64) * O.row + columns
     gl.store(at, o, mask=(rows < M) & (columns < d_v))
 

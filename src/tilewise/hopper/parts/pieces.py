@@ -1,0 +1,134 @@
+"""Hold tiles of rows whose size is no power of two, in pieces whose columns are: 192 columns as 128 and 64.
+
+Tensors in registers and shared memory have powers of two as sizes. So Q, K, V and O are tuples of pieces. A product
+over the columns runs through them, piece after piece, into one accumulator. A product whose result has the columns has
+an accumulator for each. TMA reads and writes boxes that are as wide as its descriptor says, one after the other.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from . import triton_compat
+
+
+@gluon.constexpr_function
+def columns_of(pieces):
+    """Count the columns of all pieces."""
+    return sum(pieces)
+
+
+@gluon.constexpr_function
+def bytes_of(box, pieces):
+    """Count the bytes of a tile that TMA loads in boxes."""
+    return box.nbytes * (sum(pieces) // box.shape[3])
+
+
+@gluon.jit
+def allocate(X, dtype: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, PIECES: gl.constexpr):
+    """Allocate the stages of a tile that TMA reads or writes by descriptor X."""
+    memory = ()
+    for n in gl.static_range(len(PIECES)):
+        memory += (gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, PIECES[n]], X.layout),)
+    return memory
+
+
+@gluon.jit
+def boxes(X, piece):
+    """View a piece's stages as boxes of X."""
+    WIDTH: gl.constexpr = X.block_type.shape[3]
+    COUNT: gl.constexpr = piece.shape[4] // WIDTH
+    if COUNT == 1:
+        return piece
+    else:
+        shape: gl.constexpr = [piece.shape[0] * COUNT, 1, 1, piece.shape[3], WIDTH]
+        return triton_compat.reinterpret(piece, X.dtype, shape, X.layout)
+
+
+@gluon.jit
+def load_piece(X, b, h, row, column, bar, piece, n):
+    """Load the columns of a piece from `column` on into its stage n."""
+    WIDTH: gl.constexpr = X.block_type.shape[3]
+    COUNT: gl.constexpr = piece.shape[4] // WIDTH
+    for c in gl.static_range(COUNT):
+        triton_compat.load(X, [b, h, row, column + c * WIDTH], bar, boxes(X, piece).index(n * COUNT + c))
+
+
+@gluon.jit
+def load_pieces(X, b, h, row, bar, memory, n):
+    """Load a tile of rows, from `row` on, into stage n."""
+    column = 0
+    for p in gl.static_range(len(memory)):
+        load_piece(X, b, h, row, column, bar, memory[p], n)
+        column += memory[p].shape[4]
+
+
+@gluon.jit
+def store_piece(X, x, b, h, row, column, piece, n, COLUMNS: gl.constexpr):
+    """Store 64 rows of a piece from registers, through stage n of memory that has as many columns or more."""
+    WIDTH: gl.constexpr = X.block_type.shape[3]
+    COUNT: gl.constexpr = COLUMNS // WIDTH
+    memory = piece.index(n)
+    triton_compat.reinterpret(memory, X.dtype, [1, 1, 64, COLUMNS], X.layout).reshape([64, COLUMNS]).store(x)
+    fence_async_shared()
+    parts = triton_compat.reinterpret(memory, X.dtype, [COUNT, 1, 1, 64, WIDTH], X.layout)
+    for c in gl.static_range(COUNT):
+        triton_compat.store(X, [b, h, row, column + c * WIDTH], parts.index(c))
+
+
+@gluon.jit
+def tile_of(memory, n):
+    """Return the pieces of stage n, as matrices."""
+    pieces = ()
+    for p in gl.static_range(len(memory)):
+        pieces += (memory[p].index(n).reshape([memory[p].shape[3], memory[p].shape[4]]),)
+    return pieces
+
+
+@gluon.jit
+def tile_at(memory, n):
+    """Return the pieces of use n."""
+    return tile_of(memory, n % memory[0].shape[0])
+
+
+@gluon.jit
+def contract(q, k, zero):
+    """Start Q K^T."""
+    S = zero
+    for p in gl.static_range(len(q)):
+        S = warpgroup_mma(q[p], k[p].permute((1, 0)), S, use_acc=p > 0, is_async=True)
+    return S
+
+
+@gluon.jit
+def wait_for(pieces):
+    """Wait until products are complete."""
+    found = warpgroup_mma_wait(0, pieces)
+    if len(pieces) == 1:
+        return (found,)
+    else:
+        return found
+
+
+@gluon.jit
+def by_rows(x, factor):
+    """Multiply each row by its factor."""
+    return x * gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout))[:, None]
+
+
+@gluon.jit
+def times(pieces, factor):
+    """Multiply each row of all pieces by its factor."""
+    found = ()
+    for p in gl.static_range(len(pieces)):
+        found += (by_rows(pieces[p], factor),)
+    return found
+
+
+@gluon.jit
+def scaled(pieces, factor):
+    """Multiply all pieces by a number."""
+    found = ()
+    for p in gl.static_range(len(pieces)):
+        found += (pieces[p] * factor,)
+    return found
