@@ -10,6 +10,7 @@ from hopper.rehearsal import Rehearsal, rehearse_forward
 from hopper.scenes import ENDS, MASKS, H, packed
 
 import tilewise as tw
+from tilewise.hopper.parts.pieces import pieces_of
 
 
 def rehearsed(M, N, D, H_k, mask, programs=3, changed=None, **given):
@@ -81,7 +82,7 @@ class Reader:
 
     def product(self, role, left, _, right):
         """Of Q and K."""
-        pieces = self.tile.D
+        pieces = pieces_of(self.tile.D)
         ((_, _, h, i), of_q), ((_, _, h_k, j), of_k) = self.columns(left, pieces), self.columns(right, pieces)
         if of_q != of_k:
             self.wrong.append(f"piece {of_q} of Q meets piece {of_k} of K")
@@ -94,12 +95,12 @@ class Reader:
         """Of P and V: of the same keys as the product with K before."""
         if self.tile.PV_BITS == 8:  # transposed, in tiles of 128 keys, and all columns in one piece
             _, _, h_k, j, column = right
-            j = j // self.tile.D_V[0] * 128 + column
+            j = j // self.tile.D_V * 128 + column
             halves = (0, 1) if self.tile.PROMOTE == "halves" else (0,)
             last = self.last(role, "V", len(self.begun[role, "V"]), halves)
         else:
-            (_, _, h_k, j), piece = self.columns(right, self.tile.D_V)
-            last = self.last(role, "V", piece, self.tile.D_V)
+            (_, _, h_k, j), piece = self.columns(right, pieces_of(self.tile.D_V))
+            last = self.last(role, "V", piece, pieces_of(self.tile.D_V))
         if self.waiting[role][:1] != [(h_k, j)] or (last and not self.waiting[role].pop(0)):
             self.wrong.append(f"V of key head {h_k} from key {j} on is another P's")
 
@@ -114,10 +115,9 @@ class Reader:
 
 
 PIECES = {
-    (192, 128): ((128, 64), (128,)), (96, 96): ((64, 32), (64, 32)), (160, 160): ((128, 32), (128, 32)),
-    (192, 192): ((128, 64), (128, 64)), (224, 224): ((128, 64, 32), (128, 64, 32)), (72, 80): ((64, 32), (64, 32)),
-    (184, 120): ((128, 64), (128,)), (176, 176): ((128, 64), (128, 64)), (200, 136): ((256,), (256,)),
-    (72, 64): ((128,), (128,)), (40, 24): ((64,), (64,)),
+    (192, 128): (192, 128), (96, 96): (96, 96), (160, 160): (160, 160), (192, 192): (192, 192), (224, 224): (224, 224),
+    (72, 80): (96, 96), (184, 120): (192, 128), (176, 176): (192, 192), (200, 136): (256, 256), (72, 64): (128, 128),
+    (40, 24): (64, 64),
 }  # fmt: skip
 """Head sizes, and the columns of their rows in shared memory."""
 

@@ -24,7 +24,7 @@ from ..values.value import OPEN
 from .backward import kernel as backward_kernel
 from .descriptors import Box, blocks_box, box
 from .forward import kernel as kernels
-from .tiles import SHORT, Backward, Forward, Rows, columns, current, eight_bits_row, padded
+from .tiles import FORWARD, SHORT, Backward, Forward, Rows, columns, current, eight_bits_row, padded
 
 MARGIN = int(os.environ.get("TILEWISE_MARGIN", "0"))
 """Multiprocessors that attention leaves free, for messages that travel beside it."""
@@ -85,7 +85,7 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     c = scale_of(p) * LOG2E.value
     D, (o, strides_of_o, _) = padded(p), sizes(p)[0]
     boxes = (
-        *operand_boxes(p, row.B_c), box(o, strides_of_o, 64, width_of_box(columns(p)[1]), p),
+        *operand_boxes(p, row.B_c), box(o, strides_of_o, 64, width_of_box(columns(p, FORWARD).of_v), p),
         box(p.q.shape, p.q.stride, back.B_r, D, p), box(p.k.shape, p.k.stride, back.B_c, D, p),
         box(p.v.shape, p.v.stride, back.B_c, D, p), *gradient_boxes(p, back),
     )  # fmt: skip
@@ -109,15 +109,15 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     )  # fmt: skip
 
 
-def width_of_box(pieces: tuple[int, ...]) -> int:
+def width_of_box(columns: int) -> int:
     """Return the columns of a box of TMA: of a single piece all; else what divides all pieces, up to 128 bytes."""
-    return pieces[0] if len(pieces) == 1 else min(64, *pieces)
+    return columns if columns in (64, 128, 256) else gcd(columns, 64)
 
 
 def operand_boxes(p: Problem, B_c: int) -> tuple[Box, Box, Box]:
     """Describe q, k and v to the forward's TMA, or their codes. A box of pages lies in one of them."""
     page, (of_q, of_k), D = p.layout.page(p), blocks_of(p), padded(p)
-    wide, of_values = map(width_of_box, columns(p))
+    wide, of_values = map(width_of_box, columns(p, FORWARD))
     rows = gcd(page, B_c) if page else B_c
     k, v = (box(t.shape, t.stride, rows, 64 if page else n, p) for t, n in ((p.k, wide), (p.v, of_values)))
     exact = box(p.q.shape, p.q.stride, 64, wide, p), k, v
@@ -145,7 +145,7 @@ def forward_tile(p: Problem, row: Forward, warps: int) -> kernels.Tile:
     half_first_tile = row.B_c == row.B_r == 128 and under_diagonal(p, row.B_c)
     pingpong = row.pingpong and row.warpgroups > 1
     tile = kernels.Tile(
-        row.warpgroups, row.B_c, *columns(p), row.q_stages, row.kv_stages,
+        row.warpgroups, row.B_c, *columns(p, FORWARD), row.q_stages, row.kv_stages,
         pingpong, masked_loop, half_first_tile, row.fetch_early, warps, row.wait_pv, bounded(p), row.registers,
         PAGE=p.layout.page(p),
     )  # fmt: skip

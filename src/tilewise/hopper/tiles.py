@@ -4,6 +4,7 @@
 docs/results/tables.md plots its times.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -153,27 +154,27 @@ def padded(p: Problem) -> int:
     return next(size for size in (64, 128, 256) if max(p.D, p.D_v) <= size)
 
 
-def pieces_of(size: int) -> tuple[int, ...]:
-    """Return the columns of a row of this head size: one piece up to 64, else those of a multiple of 32."""
-    columns = max(64, -(-size // 32) * 32)
-    return tuple([piece for piece in (256, 128, 64, 32) if columns & piece])
+class Columns(NamedTuple):
+    """Count the columns of rows in shared memory, which lie in pieces (parts/pieces.py)."""
+
+    of_qk: int
+    of_v: int
+
+    @property
+    def key(self) -> Any:
+        """Return the key into FORWARD or BACKWARD."""
+        return self.of_qk if self.of_qk == self.of_v else self
 
 
-def columns(p: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the columns of a forward's rows in shared memory, in pieces (parts/pieces.py): of Q and K, and of V and O.
+def columns(p: Problem, rows: Mapping[Any, Any]) -> Columns:
+    """Return a problem's columns: its head sizes rounded up to 32, if there is such a row; else to a power of two.
 
-    They are padded to a power of two where FORWARD has no such row, for codes and caches, and unless the call names
-    this back end, as no GPU has run others."""
-    of_qk, of_v = pieces_of(p.D), pieces_of(p.D_v)
+    That is for calls that name this back end, as no GPU has run others; not for codes and caches."""
+    found = Columns(*[max(64, -(-size // 32) * 32) for size in (p.D, p.D_v)])
     plain = p.dtype != torch.float32 and not p.products.codes and p.layout.page(p) is None
-    if plain and p.recipe.backend == "hopper" and row_of(of_qk, of_v) in FORWARD:
-        return of_qk, of_v
-    return (padded(p),), (padded(p),)
-
-
-def row_of(of_qk: tuple[int, ...], of_v: tuple[int, ...]) -> Any:
-    """Return the key of these columns into FORWARD."""
-    return sum(of_qk) if of_qk == of_v else (sum(of_qk), sum(of_v))
+    if plain and p.recipe.backend == "hopper" and found.key in rows:
+        return found
+    return Columns(padded(p), padded(p))
 
 
 TABLES: dict[str, dict[Any, Any]] = {"forward": FORWARD, "backward": BACKWARD}
@@ -209,9 +210,9 @@ def keys(p: Problem) -> dict[str, Any]:
     if p.dtype == torch.float32:
         return {}
     size, recipe = padded(p), p.recipe
-    forward: Any = row_of(*columns(p))
+    forward: Any = columns(p, FORWARD).key
     if forward != size:
-        return {"forward": forward, "backward": size}
+        return {"forward": forward, "backward": columns(p, BACKWARD).key}
     longest = max(p.M, p.N)
     if size == 64:
         registers_short = bool(recipe.score or recipe.dropout or p.listed)

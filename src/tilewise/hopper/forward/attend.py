@@ -12,7 +12,7 @@ from ...tile.rows import row_values
 from ...tile.softmax import finalize, join_sink
 from ..parts.channel import arrive, named_barrier, wait, wait_dependencies
 from ..parts.dropout_bits import apply_dropout, read_bits
-from ..parts.pieces import contract, scaled, store_piece, tile_at, tile_of, times
+from ..parts.pieces import contract, pieces_of, scaled, store_piece, tile_at, tile_of, times
 from ..parts.queue import receive_tile
 from ..parts.ragged import fill_outputs, store_inside, zero_queries_past
 from .eight_bits import in_units, key_scales, pack, positive, product_of, rescaled, row_scales, scale_of
@@ -154,7 +154,7 @@ def operand(P, words, TYPE: gl.constexpr, call, tile: gl.constexpr):
     if tile.PV_BITS == 8:
         return pack(P, tile.SUM_BY_PRODUCT)
     else:
-        layout: gl.constexpr = gl.DotOperandLayout(0, accumulator(tile.D_V[0], 16), 2)
+        layout: gl.constexpr = gl.DotOperandLayout(0, accumulator(pieces_of(tile.D_V)[0], 16), 2)
         return gl.convert_layout(apply_dropout(P.to(TYPE), words, call.variant), layout)
 
 
@@ -175,7 +175,7 @@ def write(
         row_values(L, call.packed, place.b, place.h, call.shape.H, q0, call.shape.M) + rows, lse, mask=rows < place.M
     )
     o = times(o, inverse)
-    D_V: gl.constexpr = tile.D_V
+    D_V: gl.constexpr = pieces_of(tile.D_V)
     column = 0
     for p in gl.static_range(len(D_V)):
         if O_rows is None:

@@ -45,16 +45,15 @@ def first_rows(place, q0, k0, packed, tile: gl.constexpr):
 def values(V, STAGES: gl.constexpr, tile: gl.constexpr):
     """Allocate the stages of a tile of V: codes are transposed."""
     if tile.PV_BITS == 8:
-        return (gl.allocate_shared_memory(V.dtype, [STAGES, 1, 1, tile.D_V[0], tile.B_C], V.layout),)
+        return (gl.allocate_shared_memory(V.dtype, [STAGES, 1, 1, tile.D_V, tile.B_C], V.layout),)
     else:
-        D: gl.constexpr = tile.D_V  # as an attribute, Triton takes a tuple for values
-        return allocate(V, V.dtype, STAGES, tile.B_C, D)
+        return allocate(V, V.dtype, STAGES, tile.B_C, tile.D_V)
 
 
 @gluon.jit
 def values_box(row, tile: gl.constexpr):
     """Return where the codes of V begin in memory, from key `row` on: they lie in tiles of BLOCK_K keys."""
-    D: gl.constexpr = tile.D_V[0]
+    D: gl.constexpr = tile.D_V
     return row // BLOCK_K * D, row % BLOCK_K
 
 

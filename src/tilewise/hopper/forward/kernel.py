@@ -32,9 +32,9 @@ class Tile(NamedTuple):
     WARPGROUPS: int
     """Counts the warpgroups, of 64 query rows each."""
     B_C: int
-    D: tuple[int, ...]
-    """Counts the columns of a row of Q or K in shared memory, in pieces (parts/pieces.py)."""
-    D_V: tuple[int, ...]
+    D: int
+    """Counts the columns of a row of Q or K in shared memory, which lie in pieces (parts/pieces.py)."""
+    D_V: int
     """Counts those of a row of V or O."""
     Q_STAGES: int
     KV_STAGES: int
@@ -122,7 +122,6 @@ def attention_forward(
     which tile comes when: `schedule.assign` or the like."""
     WARPGROUPS: gl.constexpr = tile.WARPGROUPS
     B_C: gl.constexpr = tile.B_C
-    D: gl.constexpr = tile.D  # as an attribute, Triton takes a tuple for values
     Q_STAGES: gl.constexpr = tile.Q_STAGES
     KV_STAGES: gl.constexpr = tile.KV_STAGES
     DROPOUT_WARPS: gl.constexpr = tile.DROPOUT_WARPS
@@ -130,16 +129,16 @@ def attention_forward(
     shape = counts_of(shape)
     done = barriers(KV_STAGES, WARPGROUPS)
     if tile.QK_BITS == 8:
-        o = allocate(O, O.dtype, Q_STAGES * WARPGROUPS, 64, D)
-        q = (triton_compat.reinterpret(o[0], Q.dtype, [2 * Q_STAGES * WARPGROUPS, 1, 1, 64, D[0]], Q.layout),)
+        o = allocate(O, O.dtype, Q_STAGES * WARPGROUPS, 64, tile.D)
+        q = (triton_compat.reinterpret(o[0], Q.dtype, [2 * Q_STAGES * WARPGROUPS, 1, 1, 64, tile.D], Q.layout),)
     else:
-        q = allocate(Q, Q.dtype, Q_STAGES * WARPGROUPS, 64, D)
+        q = allocate(Q, Q.dtype, Q_STAGES * WARPGROUPS, 64, tile.D)
         o = q
     ones: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, B_C], gl.float8e4nv)
     shared = Shared(
         Channel(q, barriers(Q_STAGES, 1), barriers(Q_STAGES, WARPGROUPS)),
         o,
-        Channel(allocate(K, K.dtype, KV_STAGES, B_C, D), barriers(KV_STAGES, 1), done),
+        Channel(allocate(K, K.dtype, KV_STAGES, B_C, tile.D), barriers(KV_STAGES, 1), done),
         Channel(values(V, KV_STAGES, tile), barriers(KV_STAGES, 1), done),
         tile_channel(WARPGROUPS + 1 if DROPOUT_WARPS else WARPGROUPS),
         bits(64, WARPGROUPS, 1) if DROPOUT_WARPS else None,

@@ -69,7 +69,7 @@ def load_rows(X, channel, y, call, place, h_k, row, tile: gl.constexpr):
     entries of the table are not read."""
     ROWS: gl.constexpr = X.block_type.shape[2]
     B_C: gl.constexpr = tile.B_C
-    PANELS: gl.constexpr = 1 if tile.PAGE == 0 else tile.D[0] // 64
+    PANELS: gl.constexpr = 1 if tile.PAGE == 0 else tile.D // 64
     memory = channel.memory[0]
     STAGES: gl.constexpr = memory.shape[0]
     bar = expect(channel.full, y, X.block_type.nbytes * (B_C // ROWS * PANELS))

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from ..parts.channel import named_barrier, wait
-from ..parts.pieces import by_rows, tile_at, times, wait_for
+from ..parts.pieces import by_rows, expand, pieces_of, tile_at, times, wait_for
 from .eight_bits import unpack, with_nan
 
 
@@ -43,7 +43,7 @@ def accumulator(columns, bits):
 @gluon.constexpr_function
 def summed_at_once(tile):
     """Return the columns of O that one product sums, for all its products."""
-    return (tile.D_V[0] // 2,) * 2 if tile.PROMOTE == "halves" else tile.D_V
+    return (tile.D_V // 2,) * 2 if tile.PROMOTE == "halves" else pieces_of(tile.D_V)
 
 
 @gluon.jit
@@ -66,21 +66,6 @@ def no_sums(layout: gl.constexpr, tile: gl.constexpr):
         one_a_row if tile.PROMOTE != "none" else 0,
         one_a_row if tile.SUM_BY_PRODUCT else 0,
     )
-
-
-@gluon.jit
-def weigh(p, v, o, tile: gl.constexpr):
-    """Start O += P V, or a new O, in each piece of the columns."""
-    found = ()
-    for n in gl.static_range(len(o)):
-        found += (warpgroup_mma(as_factor_of(p, o[n]), v[n], o[n], use_acc=tile.PROMOTE == "none", is_async=True),)
-    return found
-
-
-@gluon.jit
-def as_factor_of(p, o):
-    """Return P as the left factor of a product that lies as O does. No entry moves."""
-    return gl.convert_layout(p, gl.DotOperandLayout(0, o.type.layout, 2), assert_trivial=True)
 
 
 @gluon.jit
@@ -134,7 +119,7 @@ def start_products(sums, p, shared, y, tile: gl.constexpr):
             o = sums.o[0] if tile.PROMOTE == "none" else gl.zeros_like(sums.o[0])
             return Products((weigh_codes(p, v[0], o, 0, tile),), l)
         else:
-            return Products(weigh(p, v, sums.o, tile), l)
+            return Products(expand(p, v, sums.o), l)
 
 
 @gluon.jit
@@ -179,8 +164,7 @@ def totals(sums, l, m, tile: gl.constexpr):
     if tile.SUM_BY_PRODUCT:
         l = with_nan(gl.convert_layout(gl.max(sums.l, 1), m.type.layout), m)
     if tile.PROMOTE == "halves":
-        D: gl.constexpr = tile.D_V[0]
-        o = gl.join(sums.o[0], sums.o[1]).permute((0, 2, 1)).reshape([64, D])
-        return (gl.convert_layout(o, accumulator(D, tile.PV_BITS)),), l
+        o = gl.join(sums.o[0], sums.o[1]).permute((0, 2, 1)).reshape([64, tile.D_V])
+        return (gl.convert_layout(o, accumulator(tile.D_V, tile.PV_BITS)),), l
     else:
         return sums.o, l

@@ -13,20 +13,21 @@ from . import triton_compat
 
 
 @gluon.constexpr_function
-def columns_of(pieces):
-    """Count the columns of all pieces."""
-    return sum(pieces)
+def pieces_of(columns):
+    """Return the columns of the pieces of so many."""
+    return tuple([piece for piece in (256, 128, 64, 32) if columns & piece])
 
 
 @gluon.constexpr_function
-def bytes_of(box, pieces):
-    """Count the bytes of a tile that TMA loads in boxes."""
-    return box.nbytes * (sum(pieces) // box.shape[3])
+def bytes_of(box, columns):
+    """Count the bytes of a tile with so many columns that TMA loads in boxes."""
+    return box.nbytes * (columns // box.shape[3])
 
 
 @gluon.jit
-def allocate(X, dtype: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, PIECES: gl.constexpr):
+def allocate(X, dtype: gl.constexpr, STAGES: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """Allocate the stages of a tile that TMA reads or writes by descriptor X."""
+    PIECES: gl.constexpr = pieces_of(COLUMNS)
     memory = ()
     for n in gl.static_range(len(PIECES)):
         memory += (gl.allocate_shared_memory(dtype, [STAGES, 1, 1, ROWS, PIECES[n]], X.layout),)
@@ -98,6 +99,21 @@ def contract(q, k, zero):
     for p in gl.static_range(len(q)):
         S = warpgroup_mma(q[p], k[p].permute((1, 0)), S, use_acc=p > 0, is_async=True)
     return S
+
+
+@gluon.jit
+def expand(p, v, sums):
+    """Start sums += P V, in each piece of the columns."""
+    found = ()
+    for n in gl.static_range(len(sums)):
+        found += (warpgroup_mma(as_factor_of(p, sums[n]), v[n], sums[n], is_async=True),)
+    return found
+
+
+@gluon.jit
+def as_factor_of(p, sums):
+    """Return P as the left factor of a product that lies as these sums do. No entry moves."""
+    return gl.convert_layout(p, gl.DotOperandLayout(0, sums.type.layout, 2), assert_trivial=True)
 
 
 @gluon.jit
