@@ -305,12 +305,6 @@ def load(box: Box, at: Sequence[Any], bar: Memory, memory: Memory) -> None:
     world.change(lambda: bar.cell.barrier.come(box.block_type.nbytes))
 
 
-def store(box: Box, at: Sequence[Any], _: Memory) -> None:
-    """A store of a box; boxes of forwards beside the first columns go unmentioned."""
-    if box.name != "o" or int(at[3]) == 0:
-        world.record("stored", box.name, *map(int, at[:3]))
-
-
 def multiply(a: Any, b: Any, *_: Any, **__: Any) -> Numbers:
     """A product. It is recorded which factors TMA has loaded: both, and from which row on the first, or the right one
     of a left one in registers."""
@@ -397,7 +391,7 @@ NAMES = {
     "warpgroup_mma": multiply, "warpgroup_mma_wait": lambda _, x: x if len(x) > 1 else x[0],
     "triton_compat": SimpleNamespace(
         load=load, barrier=lambda: None, reinterpret=reinterpret,
-        store=store,
+        store=lambda box, at, _: world.record("stored", box.name, *map(int, at)),
         reduce_add=lambda box, at, _: world.record("added", int(at[0])),
     ),
 }  # fmt: skip

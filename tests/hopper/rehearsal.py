@@ -50,7 +50,7 @@ def pair(*_):
 
 def store_gradient(G, x, keys, row, *_):
     """In place of the fp32 kernel's storing."""
-    pretend.world.record("stored", G.name, 0, int(keys.h_k), int(keys.k0 + row))
+    pretend.world.record("stored", G.name, 0, int(keys.h_k), int(keys.k0 + row), 0)
 
 
 def zero_outside(memory, first, end):
@@ -59,9 +59,9 @@ def zero_outside(memory, first, end):
 
 
 def store_inside(G, x, b, h, row, count, d_v, column):
-    """In place of storing rows one by one. It tells of the first columns."""
-    if count > 0 and int(column) == 0:
-        pretend.world.record("stored", G.name, 0, int(h), int(row))
+    """In place of storing rows one by one."""
+    if count > 0:
+        pretend.world.record("stored", G.name, 0, int(h), int(row), int(column))
 
 
 INSTEAD["tilewise.hopper.forward.attend"] = {"finalize": pair}
@@ -126,10 +126,14 @@ def rehearse_backward(p: Problem, x: Operands, seen: torch.Tensor, programs: int
     dq_semaphore = semaphore_given(p, packed, variant, tile, made) if tile.SEMAPHORE_TILES else None
     gqa_sums = GqaSums(Numbers(), Pointer([0] * (2 * keys))) if tile.GQA_PROGRAMS > 1 else None
     counter = Pointer([0, 0])
-    q, do = (Box(name, 2 * tile.D * tile.B_R) for name in ("q", "do"))
-    k, v = (Box(name, 2 * tile.D * (64 if fp32 else tile.B_C)) for name in ("k", "v"))
+    of_keys = 64 if fp32 else tile.B_C
+    wide, of_v = (tile.D, tile.D) if fp32 else (width_of_box(columns) for columns in (tile.D, tile.D_V))
+    rows = ("q", tile.B_R, wide), ("do", tile.B_R, of_v), ("k", of_keys, wide), ("v", of_keys, of_v)
+    q, do, k, v = (Box(name, 2 * count * width, [1, 1, count, width]) for name, count, width in rows)
     L, D = (Box(name, 4 * tile.B_R) for name in "LD")
     dQ, dK, dV = map(Box, ("dq", "dk", "dv"))
+    if not fp32:
+        dK.block_shape, dV.block_shape = (box.block_shape for box in plan(p).boxes[7:])
     done = Pointer([0] * heads)
     ready = None if fp32 or tile.SPLIT_DKDV or packed else Pointer([0] * made.heads)
     scratch = Scratch(

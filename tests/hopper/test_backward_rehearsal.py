@@ -1,6 +1,6 @@
 """The backward's roles, rehearsed: every tile is multiplied once, masked where it must be, and nobody waits forever."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +10,7 @@ from hopper.rehearsal import Rehearsal, rehearse_backward
 from hopper.scenes import ENDS, MASKS, H, blocks, packed
 
 import tilewise as tw
+from tilewise.hopper.plan import width_of_box
 
 
 def rehearsed(M, N, D, H_k, mask, programs=3, section=2, **given):
@@ -62,10 +63,19 @@ def faults(found: Rehearsal, H_k, sequences) -> Iterator[str]:
             if read.adds[number * pieces + piece] != loops[where] * (2 if pieces == 1 else 1):
                 yield f"dQ of {where} gets {read.adds[number * pieces + piece]} pieces {piece}"
     rows = {k0 + j for _, k0, seen in sequences for j in range(0, seen.shape[2], 64)}
-    halves = both or (not read.fp32 and tile.SPLIT_DKDV)
+    halves = not read.fp32 and tile.SPLIT_DKDV
     for box in ((g, h, row) for g in ("dk", "dv") for h in range(H_k) for row in rows):
-        if read.boxes[box] != 1 + halves:
+        if read.boxes[box] != 1 + both:
             yield f"{box} is stored {read.boxes[box]} times"
+        size = tile.D if read.fp32 or box[0] == "dk" else tile.D_V
+        step = min(128, width_of_box(size)) if halves else size
+        if read.columns[box] != set(range(0, size, step)):
+            yield f"{box} is stored from columns {read.columns[box]} on"
+
+
+def first_box(content):
+    """What TMA loaded first into a piece of a tile."""
+    return content[1][1] if content[0] == "parts" else content
 
 
 class Reader:
@@ -75,11 +85,11 @@ class Reader:
         self.sequences, self.tile, self.keys, self.queries = sequences, tile, keys, queries
         self.fp32 = hasattr(tile, "PIECES")
         self.products, self.placed, self.asked, self.adds, self.boxes = (Counter() for _ in range(5))
-        self.lists, self.pairs = set(), set()
+        self.lists, self.pairs, self.columns = set(), set(), defaultdict(set)
 
     def product(self, left, row, right):
         """Of K and Q; of their pieces the first alone counts."""
-        if left[0] != "k" or (self.fp32 and (left[1] or right[1])):
+        if first_box(left)[0] != "k" or (self.fp32 and (left[1] or right[1])):
             return
         if self.fp32:
             number = left[2] // self.tile.B_C
@@ -87,7 +97,10 @@ class Reader:
             row = left[2] % self.tile.B_C
             h, i = self.queries[right[2] // self.tile.B_R]
         else:
-            (_, _, h_k, j, _), (_, _, h, i, _) = left, right
+            (_, _, h_k, j, column), (_, _, h, i, other) = first_box(left), first_box(right)
+            assert column == other, "other columns of Q than of K"
+            if column:
+                return
             number = j
         self.products[h, i, j + row] += 1
         self.lists.add((h, i, number))
@@ -103,9 +116,10 @@ class Reader:
         """A piece of dQ."""
         self.adds[row // 16] += 1
 
-    def stored(self, name, _, h_k, row):
+    def stored(self, name, _, h_k, row, column):
         """Rows of dK or dV."""
-        self.boxes[name, h_k, row] += 1
+        self.boxes[name, h_k, row] += column == 0
+        self.columns[name, h_k, row].add(column)
 
 
 @pytest.mark.parametrize("H_k", [8, 2, 1])
@@ -114,6 +128,25 @@ class Reader:
 def test_every_tile_is_multiplied_once(mask, D, H_k):
     _, wrong = rehearsed(512, 512, D, H_k, MASKS[mask])
     assert not wrong
+
+
+@pytest.mark.parametrize("H_k", [8, 2, 1])
+@pytest.mark.parametrize("sizes", [(192, 128), (184, 120), (176, 176)], ids=str)
+@pytest.mark.parametrize("mask", ["full", "causal", "window", "blocks"])
+def test_head_sizes_in_pieces(mask, sizes, H_k):
+    D, D_v = sizes
+    for given in ({}, {"deterministic": mask != "blocks"}, {"dropout": 0.1}, {"out_dtype": torch.float32}):
+        tile, wrong = rehearsed(512, 512, D, H_k, MASKS[mask], D_v=D_v, backend="hopper", **given)
+        assert not wrong
+        assert (tile.D, tile.D_V) == (192, 128 if D_v <= 128 else 192)
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "window"])
+def test_packed_sequences_in_pieces(mask):
+    layout, sequences = packed(MASKS[mask])
+    last = int(ENDS[-1])
+    p, x = call(last, last, 192, H, 2, batch=(), mask=MASKS[mask], layout=layout, D_v=128, backend="hopper")
+    assert not list(faults(rehearse_backward(p, x, torch.empty(0), 3, 1), 2, sequences))
 
 
 @pytest.mark.parametrize("H_k", [8, 1])

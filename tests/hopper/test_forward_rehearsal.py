@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from itertools import accumulate
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hopper.scenes import ENDS, MASKS, H, packed
 
 import tilewise as tw
 from tilewise.hopper.parts.pieces import pieces_of
+from tilewise.hopper.plan import width_of_box
 
 
 def rehearsed(M, N, D, H_k, mask, programs=3, changed=None, **given):
@@ -27,6 +29,9 @@ def faults(found: Rehearsal, H_k, sequences, reader=None) -> Iterator[str]:
     read, B_C = reader or Reader(sequences, found.tile), found.tile.B_C
     for what, role, *event in found.events:
         getattr(read, what)(role, *event)
+    columns = pieces_of(found.tile.D_V)
+    whole_rows = set(range(0, found.tile.D_V, width_of_box(found.tile.D_V))), {0, *accumulate(columns[:-1])}
+    """From which columns on boxes and pieces begin."""
     yield from read.wrong
     if any(read.waiting.values()):
         yield "a product with K has none with V"
@@ -37,6 +42,8 @@ def faults(found: Rehearsal, H_k, sequences, reader=None) -> Iterator[str]:
             for i in range(0, M, 64):
                 if read.rows[h, q0 + i] != 1:
                     yield f"rows {q0 + i} of head {h} are stored {read.rows[h, q0 + i]} times"
+                if read.stores[h, q0 + i] not in whole_rows:
+                    yield f"rows {q0 + i} of head {h} are stored from columns {read.stores[h, q0 + i]} on"
                 for j in range(0, N, B_C):
                     where, part = (h, q0 + i, k0 + j), seen[h, i : i + 64, j : j + B_C]
                     if read.products[where] != 1 and (read.products[where] or part.any()):
@@ -53,7 +60,7 @@ class Reader:
         self.sequences, self.tile = sequences, tile
         self.products, self.rows, self.waiting = Counter(), Counter(), defaultdict(list)
         self.masked, self.pairs, self.wrong = set(), set(), []
-        self.begun = defaultdict(list)
+        self.begun, self.stores = defaultdict(list), defaultdict(set)
         """Columns of K and of V from which on each role has multiplied pieces of a tile."""
 
     def columns(self, content, pieces):
@@ -109,9 +116,10 @@ class Reader:
         q0, k0, _ = self.sequences[b]
         self.masked.add((h, q0 + i, k0 + j))
 
-    def stored(self, _, name, b, h, row):
+    def stored(self, _, name, b, h, row, column):
         """Rows of O."""
-        self.rows[h, row] += 1
+        self.rows[h, row] += column == 0
+        self.stores[h, row].add(column)
 
 
 PIECES = {

@@ -77,8 +77,8 @@ class CacheReader(Reader):
         """Rows of a tile of V, except those from `first` up to `end`."""
         self.zeros[role] = content, first, end
 
-    def stored(self, _, name, b, h, row):
-        self.rows[h, self.firsts[b] + row] += 1
+    def stored(self, _, name, b, h, row, column):
+        super().stored(_, name, b, h, self.firsts[b] + row, column)
 
 
 def rehearsed(mask, D, page, packed, programs=3, starts=None, max_q=None):

@@ -20,7 +20,7 @@ from tilewise.hopper.fp32 import launch as fp32_launch
 from tilewise.hopper.launch import backward_launches, empty_scratch, forward_launches
 from tilewise.hopper.parts import scores
 from tilewise.hopper.plan import POSTPROCESS_PROCESSORS, main_programs, plan
-from tilewise.hopper.tiles import BIAS
+from tilewise.hopper.tiles import BIAS, padded
 from tilewise.host.gather import empty_sums
 from tilewise.host.launch import Launch
 from tilewise.host.outputs import empty_grads, empty_saved
@@ -267,7 +267,7 @@ def test_logits_with_a_bias_are_shifted_from_shared_memory(biased, D):
     p = p._replace(wanted=(True,) * biased)
     pl, grads, saved = plan(p), empty_grads(p, x), empty_saved(p, x, None)
     scratch, counter = empty_scratch(p, pl.backward_tile, pl.ready, x.q.device), torch.zeros(2, dtype=torch.int32)
-    sums = empty_sums(p, x, grads, BIAS[pl.backward_tile.D]) if biased else []
+    sums = empty_sums(p, x, grads, BIAS[padded(p)]) if biased else []
     found = backward_launches(p, pl, x, saved, saved.o, None, scratch, grads, counter, sums)
     assert (scratch.shift is not None) == biased
     scores = {one.kernel.fn.__name__: len(a.scores) for one in found for a in one.arguments if isinstance(a, Variant)}

@@ -51,7 +51,8 @@ from .forward import kernel as kernels
 from .forward.eight_bits import Codes as Scales
 from .parts import scores
 from .parts.call import Scratch
-from .plan import FULL, Plan, gqa_sizes, main_programs, mixed, plan, rest_of
+from .parts.pieces import pieces_of
+from .plan import FULL, Plan, gqa_sizes, main_programs, mixed, plan, rest_of, width_of_box
 from .tiles import BIAS, padded
 
 COUNTERS: dict[tuple[torch.device, int | None], Tensor] = {}
@@ -111,7 +112,7 @@ def preprocess_launch(
     where: Packed | None, key: Any,
 ) -> Launch:  # fmt: skip
     """Return the preprocess launch, which writes row values and zeros."""
-    row, D, shape, group = pl.backward, pl.backward_tile.D, pl.backward_shape, pl.backward_tile.GROUP
+    row, D, shape, group = pl.backward, padded(p), pl.backward_shape, pl.backward_tile.GROUP
     per_program = 2048 // D
     tiles = cdiv(cdiv(p.M, row.B_r) * row.B_r, per_program)
     zeroed = p.B * p.H if scratch.ready is None else shape.section * group
@@ -121,7 +122,7 @@ def preprocess_launch(
         rows(o), rows(do), dL, lse, scratch._replace(gqa_sums=semaphore), where, unused(p, grads=grads), lengths(p)[0],
         p.H, tiles, shape.blocks, group, zeroed, count,
     )  # fmt: skip
-    constants = {"tile": preprocess.Tile(p.D_v, row.B_r, per_program, D)}
+    constants = {"tile": preprocess.Tile(p.D_v, row.B_r, per_program, D, pl.backward_tile.D)}
     return Launch(preprocess.attention_backward_preprocess, p.B * p.H * tiles, arguments, constants, pl.compiled, key)
 
 
@@ -130,11 +131,11 @@ def main_launch(
     where: Packed | None, variant: Variant, key: Any,
 ) -> Launch:  # fmt: skip
     """Return the main launch, which computes dK, dV and sums of dQ."""
-    row, D, shape = pl.backward, pl.backward_tile.D, pl.backward_shape
+    row, shape = pl.backward, pl.backward_shape
     wide = p.out_dtype != p.dtype  # as in `forward_launches`
     tensors = *x[:3], *(x[1:3] if wide else grads[1:3])
     Q, K, V, dK, dV = map(Descriptor, tensors, pl.boxes[4:])
-    dO = Descriptor(do, box(do.shape, do.stride(), row.B_r, D, p))
+    dO = Descriptor(do, box(do.shape, do.stride(), row.B_r, width_of_box(pl.backward_tile.D_V), p))
     arguments = (
         Q, K, V, dO, vector(scratch.logs, row.B_r, 1 if scratch.shift is None else 2), vector(scratch.delta, row.B_r),
         sums_of_dq(scratch.dq), dK, dV,
@@ -172,7 +173,7 @@ def recompute(
     parts, changes, _ = device_values(p, x.extra)
     variant = Variant(parts, with_lse_shift(p, changes, saved.lse, x.extra), dropout(p, saved.seed), None)
     operands = (*(rows(adjacent(t)) for t in (*x[:3], do)), RowValues(*scratch[:2]))
-    tiles, block = BIAS[pl.backward_tile.D], pl.backward.B_r
+    tiles, block = BIAS[padded(p)], pl.backward.B_r
     tile = Tile(p.H // p.H_k, p.D, p.D_v, tiles.B_r, tiles.B_c, "ieee")
     constants = {"tile": tile, "num_warps": tiles.warps, "num_stages": tiles.stages}
     return Recompute(
@@ -202,7 +203,7 @@ def query_blocks(p: Problem, B_r: int) -> int:
 def scratch_sizes(p: Problem, tile: Any, ready: int) -> list[Any]:
     """Return the sizes of a scratch's logs, delta, dq, ready (None for 0), of GQA sums if there are any, and done."""
     rows = query_blocks(p, tile.B_R) * tile.B_R
-    found = [size(torch.float32, rows * width) for width in (1, 1, padded(p))]
+    found = [size(torch.float32, rows * width) for width in (1, 1, tile.D)]
     zeroed = size(torch.int32, ready) if ready else None
     return [*found, zeroed, *gqa_sizes(p, tile.B_C, tile.GQA_PROGRAMS), size(torch.int32, p.B * p.H)]
 
@@ -239,8 +240,9 @@ def backward_plan(p: Problem) -> PassPlan:
 
 def describe_forward(p: Problem, pl: Plan) -> list[str]:
     """Describe the tiles of the forward, and for keys in a cache its programs and look-ups."""
-    row, page = pl.forward, p.layout.page(p)
+    row, page, tile = pl.forward, p.layout.page(p), pl.constants["tile"]
     found = [f"forward {row.B_r}x{row.B_c}, {row.warpgroups} warpgroup{'s' * (row.warpgroups > 1)}"]
+    found += in_pieces(tile)
     if page is not None:
         found.append(f"{pl.programs} programs, keys not split")
     if page:
@@ -255,7 +257,14 @@ def describe_backward(p: Problem, pl: Plan) -> list[str]:
     """Describe the tiles of the backward."""
     row = pl.backward
     tiles = f"backward {row.B_r}x{row.B_c}, split by {'gradient' if row.split_dkdv else 'keys'}"
-    return [tiles, source_of_rows(p.q.device)]
+    return [tiles, *in_pieces(pl.backward_tile), source_of_rows(p.q.device)]
+
+
+def in_pieces(tile: Any) -> list[str]:
+    """Tell of rows in several pieces."""
+    if len(pieces_of(tile.D)) == 1:
+        return []
+    return [f"rows of {tile.D} and {tile.D_V} columns in pieces, which no GPU has run"]
 
 
 def repeat_backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor) -> Backward | None:
@@ -273,7 +282,7 @@ def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None,
     grads, scratch = empty_grads(p, x), empty_scratch(p, pl.backward_tile, pl.ready, x.q.device)
     stream = current_stream(x.q.device)
     zeros = counter(x.q.device, stream)
-    sums = empty_sums(p, x, grads, BIAS[pl.backward_tile.D]) if any(p.wanted) else []
+    sums = empty_sums(p, x, grads, BIAS[padded(p)]) if any(p.wanted) else []
     tensors = [*x[:3], *x.extra, *saved[:3], do, dlse, *each(scratch), *grads[:3], *grads.extra, zeros, *sums]
     replay = pl.replays[unplanned(saved, do, dlse)]
     replay(stream, tensors, lambda: backward_launches(p, pl, x, saved, do, dlse, scratch, grads, zeros, sums))

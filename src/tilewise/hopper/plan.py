@@ -24,7 +24,7 @@ from ..values.value import OPEN
 from .backward import kernel as backward_kernel
 from .descriptors import Box, blocks_box, box
 from .forward import kernel as kernels
-from .tiles import FORWARD, SHORT, Backward, Forward, Rows, columns, current, eight_bits_row, padded
+from .tiles import BACKWARD, FORWARD, SHORT, Backward, Forward, Rows, columns, current, eight_bits_row, padded
 
 MARGIN = int(os.environ.get("TILEWISE_MARGIN", "0"))
 """Multiprocessors that attention leaves free, for messages that travel beside it."""
@@ -84,10 +84,11 @@ def planned(p: Problem, chosen: Rows) -> Plan:
         row = row._replace(warpgroups=2, registers=208 if warps == 4 else 224)
     c = scale_of(p) * LOG2E.value
     D, (o, strides_of_o, _) = padded(p), sizes(p)[0]
+    wide, of_values = map(width_of_box, columns(p, BACKWARD))
     boxes = (
         *operand_boxes(p, row.B_c), box(o, strides_of_o, 64, width_of_box(columns(p, FORWARD).of_v), p),
-        box(p.q.shape, p.q.stride, back.B_r, D, p), box(p.k.shape, p.k.stride, back.B_c, D, p),
-        box(p.v.shape, p.v.stride, back.B_c, D, p), *gradient_boxes(p, back),
+        box(p.q.shape, p.q.stride, back.B_r, wide, p), box(p.k.shape, p.k.stride, back.B_c, wide, p),
+        box(p.v.shape, p.v.stride, back.B_c, of_values, p), *gradient_boxes(p, back),
     )  # fmt: skip
     tiles, heads = p.layout.query_tiles(p, row.B_r)
     of_keys = CACHED_KEYS[D] // (p.N * 2 * D * 2) * (p.H // p.H_k)
@@ -135,8 +136,10 @@ def operand_boxes(p: Problem, B_c: int) -> tuple[Box, Box, Box]:
 def gradient_boxes(p: Problem, row: Backward) -> list[Box]:
     """Describe dk and dv to TMA, with the strides that they will have."""
     q, k, v = (torch.empty(t.shape, dtype=t.dtype, device="meta") for t in (p.q, p.k, p.v))
-    size = (row.B_c, 8192 // row.B_c) if row.split_dkdv else (64, padded(p))
-    return [box(t.shape, t.stride(), *size, p) for t in empty_parts(p, Operands(q, k, v, ()))[1:]]
+    widths = map(width_of_box, columns(p, BACKWARD))
+    shapes = [(row.B_c, min(8192 // row.B_c, width)) if row.split_dkdv else (64, width) for width in widths]
+    parts = empty_parts(p, Operands(q, k, v, ()))[1:]
+    return [box(t.shape, t.stride(), *shape, p) for t, shape in zip(parts, shapes, strict=True)]
 
 
 def forward_tile(p: Problem, row: Forward, warps: int) -> kernels.Tile:
@@ -198,8 +201,9 @@ def backward_tile(p: Problem, row: Backward) -> backward_kernel.Tile:
     # faster where a loop would carry scores, or a mask over many heads; slower elsewhere
     two_loops = masked_loop and padded(p) == 128 and (many or bool(p.recipe.score))
     return backward_kernel.Tile(
-        row.B_r, row.B_c, padded(p), k_stages, row.q_stages, row.do_stages, row.split_dkdv, parts, masked_loop,
-        semaphore_tiles(p, row.split_dkdv), heads, p.H // p.H_k // heads, two_loops, dropout_warps(p, 128),
+        row.B_r, row.B_c, *columns(p, BACKWARD), k_stages, row.q_stages, row.do_stages, row.split_dkdv, parts,
+        masked_loop, semaphore_tiles(p, row.split_dkdv), heads, p.H // p.H_k // heads, two_loops,
+        dropout_warps(p, 128),
     )  # fmt: skip
 
 
@@ -300,5 +304,6 @@ def semaphore_tiles(p: Problem, split_dkdv: bool) -> int:
 def gqa_sizes(p: Problem, B_c: int, programs: int) -> list[Any]:
     """Return the sizes of GQA partial sums and of their semaphore; none if one program has each key tile to itself."""
     blocks = p.key_blocks(B_c) * p.H_k * p.batch
-    found = [size(torch.float32, blocks * 2 * B_c * padded(p)), size(torch.int32, 2 * blocks)]
+    width = max(columns(p, BACKWARD))
+    found = [size(torch.float32, blocks * 2 * B_c * width), size(torch.int32, 2 * blocks)]
     return found if programs > 1 else []

@@ -55,8 +55,10 @@ def add_partials(W: gl.constexpr, parts, keys, gqa_sums, call, tile: gl.constexp
             wait_equal(semaphore, rank)
             parts = add_all_stored(parts, at)
         if rank < GQA_PROGRAMS - 1:
+            offset = 0
             for n in gl.static_range(len(parts)):
-                store_partial(parts[n], at + n * parts[n].numel)
+                store_partial(parts[n], at + offset)
+                offset += parts[n].numel
             triton_compat.barrier()
             gl.atomic_xchg(semaphore, rank + 1, sem="release")
         return parts, rank == GQA_PROGRAMS - 1
@@ -65,9 +67,10 @@ def add_partials(W: gl.constexpr, parts, keys, gqa_sums, call, tile: gl.constexp
 @gluon.jit
 def add_all_stored(parts, at):
     """Add to all parts what the program before has stored."""
-    found = ()
+    found, offset = (), 0
     for n in gl.static_range(len(parts)):
-        found = found + (add_stored(parts[n], at + n * parts[n].numel),)
+        found = found + (add_stored(parts[n], at + offset),)
+        offset += parts[n].numel
     return found
 
 

@@ -127,16 +127,16 @@ def row_block(W: gl.constexpr, n, y, dv, place, j0, partial, shared, call, tile:
     """Compute S, dP, P and dS of one query tile for 64 keys; return the running product of dV, and dS."""
     B_R: gl.constexpr = tile.B_R
     D: gl.constexpr = tile.D
-    dtype: gl.constexpr = shared.k.dtype
+    dtype: gl.constexpr = shared.k[0].dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B_R, 16])
     row_layout: gl.constexpr = gl.SliceLayout(0, s_layout)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]), 2)
     zero = gl.zeros([64, B_R], gl.float32, s_layout)
     zero_queries(place, call.packed, shared, y, tile)
-    q = stage(shared.q.memory, y).reshape([B_R, D])
-    do = stage(shared.do.memory, y).reshape([B_R, D])
-    k = stage_in_loop(shared.k, n, y).reshape([tile.B_C, D])
-    v = stage_in_loop(shared.v, 0, y).reshape([tile.B_C, D])
+    q = stage(shared.q.memory[0], y).reshape([B_R, D])
+    do = stage(shared.do.memory[0], y).reshape([B_R, D])
+    k = stage_in_loop(shared.k[0], n, y).reshape([tile.B_C, D])
+    v = stage_in_loop(shared.v[0], 0, y).reshape([tile.B_C, D])
     wait(shared.q.full, y)
     S = warpgroup_mma(k.slice(64 * W, 64, 0), q.permute((1, 0)), zero, use_acc=False, is_async=True)
     wait(shared.do.full, y)
@@ -211,7 +211,7 @@ def skip_tile(W: gl.constexpr, n, y, shared, dq_layout: gl.constexpr, tile: gl.c
     store_zero_ds(W, y, shared)
     arrive(shared.ds.full, y)
     wait(shared.ds.full, y)
-    k = stage_in_loop(shared.k, n, y).reshape([tile.B_C, tile.D])
+    k = stage_in_loop(shared.k[0], n, y).reshape([tile.B_C, tile.D])
     send_dq(warpgroup_mma_wait(0, [dq_piece(stage(shared.ds.memory, y), k, W, dq_layout)]), shared, y, W)
     return y + 1
 
@@ -222,7 +222,7 @@ def skip_next_tile(W: gl.constexpr, n, y, shared, dq_layout: gl.constexpr, tile:
     release_tile(y + 1, shared)
     wait(shared.ds.full, y)
     store_zero_ds(W, y + 1, shared)
-    k = stage_in_loop(shared.k, n, y).reshape([tile.B_C, tile.D])
+    k = stage_in_loop(shared.k[0], n, y).reshape([tile.B_C, tile.D])
     dq = warpgroup_mma_wait(0, [dq_piece(stage(shared.ds.memory, y), k, W, dq_layout)])
     arrive(shared.ds.full, y + 1)
     send_dq(dq, shared, y, W)
@@ -254,8 +254,8 @@ def next_tile(W: gl.constexpr, n, y, dk, dv, step, keys, partial, shared, call, 
     wait(shared.ds.full, y)
     stage(shared.ds.memory, y + 1).slice(64 * W, 64, 0).store(ds)
     fence_async_shared()
-    dq = dq_piece(stage(shared.ds.memory, y), stage_in_loop(shared.k, n, y).reshape([B_C, D]), W, dq_layout)
-    q = stage(shared.q.memory, y + 1).reshape([B_R, D])
+    dq = dq_piece(stage(shared.ds.memory, y), stage_in_loop(shared.k[0], n, y).reshape([B_C, D]), W, dq_layout)
+    q = stage(shared.q.memory[0], y + 1).reshape([B_R, D])
     dk_next = warpgroup_mma(gl.convert_layout(ds, a_layout), q, dk, is_async=True)
     dv, dq = warpgroup_mma_wait(1, [dv_next, dq])
     arrive(shared.ds.full, y + 1)
@@ -316,7 +316,7 @@ def key_half(W: gl.constexpr, dK, dV, gqa_sums, shared, call, tile: gl.constexpr
             stage(shared.ds.memory, y).slice(64 * W, 64, 0).store(ds)
             fence_async_shared()
             arrive(shared.ds.full, y)
-            q = stage(shared.q.memory, y).reshape([tile.B_R, D])
+            q = stage(shared.q.memory[0], y).reshape([tile.B_R, D])
             dk_next = warpgroup_mma(gl.convert_layout(ds, a_layout), q, dk, is_async=True)
             dv = warpgroup_mma_wait(1, [dv_next])
             arrive(shared.do.empty, y)
@@ -336,7 +336,7 @@ def key_half(W: gl.constexpr, dK, dV, gqa_sums, shared, call, tile: gl.constexpr
                 arrive(shared.kv.empty, 0)
             wait(shared.ds.full, y)
             dq_last = dq_piece(
-                stage(shared.ds.memory, y), stage_in_loop(shared.k, n, y).reshape([B_C, D]), W, dq_layout
+                stage(shared.ds.memory, y), stage_in_loop(shared.k[0], n, y).reshape([B_C, D]), W, dq_layout
             )
             send_dq(warpgroup_mma_wait(0, [dq_last]), shared, y, W)
             y += 1

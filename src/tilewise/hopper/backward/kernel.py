@@ -34,12 +34,13 @@ from ..parts.channel import (
     wait_reductions,
 )
 from ..parts.dropout_bits import bits, dropout_words, in_whole
+from ..parts.pieces import allocate, bytes_of, load_pieces
 from ..parts.queue import fetch_tile, receive_tile, reset_counter, send_tile, skip_to, tile_channel
 from .deterministic import release_dq_semaphore, wait_dq_semaphore
 from .gradients import key_half
 from .keys import exists, first_step, keys_of, next_step, place_of, query_block, tile_of
 from .outputs import Gradient
-from .split256 import dk_group, dv_group
+from .split256 import blocks_of_dq, dk_group, dv_group
 
 
 class Tile(NamedTuple):
@@ -48,13 +49,16 @@ class Tile(NamedTuple):
     B_R: int
     B_C: int
     D: int
-    """Counts the columns of a row in shared memory: the head size, rounded up to 64, 128 or 256."""
+    """Counts the columns of a row of Q or K in shared memory, which lie in pieces (parts/pieces.py)."""
+    D_V: int
+    """Counts those of a row of V or dO."""
     K_STAGES: int
     """With two, the next K and V come once V has been read for the last time; with one, once K has."""
     Q_STAGES: int
     DO_STAGES: int
     SPLIT_DKDV: bool
-    """Says whether one group owns dV and the other dK (dK/dV split), rather than each half of the keys."""
+    """Says whether one group owns dV and the other dK (dK/dV split), rather than each half of the keys. Only then do
+    rows have several pieces, or other columns for V."""
     HALF_LOOPS: bool
     """Says whether each group loops only over what its own keys see."""
     MASK_IN_LOOP: bool
@@ -128,25 +132,26 @@ def load(Q, K, V, dO, L, D, shared, counter, call, tile: gl.constexpr):
             send_tile(shared.tile_ids, t, n)
             b = keys.b if call.packed is None else 0
             wait_before(shared.kv.empty, n)
-            bar = expect(shared.kv.full, n, 2 * K.block_type.nbytes)
-            triton_compat.load(K, [b, keys.h_k, keys.k0 + keys.j0, 0], bar, stage(shared.k, n))
-            triton_compat.load(V, [b, keys.h_k, keys.k0 + keys.j0, 0], bar, shared.v.index(0))
+            bar = expect(shared.kv.full, n, bytes_of(K.block_type, tile.D) + bytes_of(V.block_type, tile.D_V))
+            load_pieces(K, b, keys.h_k, keys.k0 + keys.j0, bar, shared.k, n % tile.K_STAGES)
+            load_pieces(V, b, keys.h_k, keys.k0 + keys.j0, bar, shared.v, 0)
             n += 1
             step = first_step(keys, call.variant, tile)
             while exists(step):
                 m = tile_of(step, keys, call.variant)
-                at = [b, step.h, keys.q0 + m * B_R, 0]
+                first = keys.q0 + m * B_R
                 row = query_block(step, keys, call, tile) * B_R
                 wait_before(shared.q.empty, y)
-                bar = expect(shared.q.full, y, Q.block_type.nbytes + (4 if shared.shift is None else 8) * B_R)
-                triton_compat.load(Q, at, bar, stage(shared.q.memory, y))
+                OF_Q: gl.constexpr = bytes_of(Q.block_type, tile.D)
+                bar = expect(shared.q.full, y, OF_Q + (4 if shared.shift is None else 8) * B_R)
+                load_pieces(Q, b, step.h, first, bar, shared.q.memory, y % tile.Q_STAGES)
                 triton_compat.load(L, [row], bar, stage(shared.logs, y))
                 if shared.shift is not None:  # they lie behind all of L
                     all_rows = call.shape.blocks * call.shape.heads * tile.GROUP * B_R
                     triton_compat.load(L, [all_rows + row], bar, stage(shared.shift, y))
                 wait_before(shared.do.empty, y)
-                bar = expect(shared.do.full, y, dO.block_type.nbytes + 4 * B_R)
-                triton_compat.load(dO, at, bar, stage(shared.do.memory, y))
+                bar = expect(shared.do.full, y, bytes_of(dO.block_type, tile.D_V) + 4 * B_R)
+                load_pieces(dO, b, step.h, first, bar, shared.do.memory, y % tile.DO_STAGES)
                 triton_compat.load(D, [row], bar, stage(shared.delta, y))
                 y += 1
                 step = next_step(step, keys, call.variant, tile)
@@ -215,9 +220,9 @@ def count_done(done, keys, shape, tile: gl.constexpr):
 
 @gluon.jit
 def add_dq(dQ, scratch, shared, call, tile: gl.constexpr):
-    """Run the writer warp: add each group's pieces of dQ as they come, or in order where dQ is deterministic."""
-    IN_ALL: gl.constexpr = tile.D * tile.B_R // 4096  # pieces in a query tile; both groups add to it if it is one
-    PIECES: gl.constexpr = 1 if IN_ALL == 1 else IN_ALL // 2
+    """Run the writer warp: add each group's blocks of dQ as they come, or in order where dQ is deterministic."""
+    IN_ALL: gl.constexpr = tile.D * tile.B_R // 4096  # blocks in a query tile; both groups add to it if it is one
+    FIRST: gl.constexpr = blocks_of_dq(0, tile)
     y = 0
     n = 0
     wait_dependencies()  # for zeros in dQ
@@ -232,18 +237,19 @@ def add_dq(dQ, scratch, shared, call, tile: gl.constexpr):
             block = query_block(step, keys, call, tile)
             if tile.SEMAPHORE_TILES:
                 wait_dq_semaphore(scratch.dq_semaphore, block, step, keys, tile)
-            for piece in gl.static_range(PIECES):
-                for w in gl.static_range(2):
-                    mbarrier.wait(shared.dq.full.index(w), y & 1)
-                    row = (block * IN_ALL + (w * PIECES + piece) % IN_ALL) * 16
+            for n_dq in gl.static_range(blocks_of_dq(1, tile)):
+                for w in gl.static_range(0 if n_dq < FIRST else 1, 2):
+                    mbarrier.wait(shared.dq.full.index(w), y * blocks_of_dq(w, tile) + n_dq & 1)
+                    row = (block * IN_ALL + (w * FIRST + n_dq) % IN_ALL) * 16
                     triton_compat.reduce_add(dQ, [row, 0], shared.dq.memory.index(w))
                     if tile.SEMAPHORE_TILES and IN_ALL == 1:
                         wait_reductions()
-                tma.store_wait(1)
-                mbarrier.arrive(shared.dq.empty.index(0))
+                if n_dq < FIRST:
+                    tma.store_wait(1)
+                    mbarrier.arrive(shared.dq.empty.index(0))
                 tma.store_wait(0)
                 mbarrier.arrive(shared.dq.empty.index(1))
-                y += 1
+            y += 1
             if tile.SEMAPHORE_TILES:
                 release_dq_semaphore(scratch.dq_semaphore, block, step, keys, call.variant, tile)
             step = next_step(step, keys, call.variant, tile)
@@ -281,7 +287,6 @@ def attention_backward(
     shape = counts_of(shape)
     B_R: gl.constexpr = tile.B_R
     B_C: gl.constexpr = tile.B_C
-    SIZE: gl.constexpr = tile.D
     K_STAGES: gl.constexpr = tile.K_STAGES
     Q_STAGES: gl.constexpr = tile.Q_STAGES
     DO_STAGES: gl.constexpr = tile.DO_STAGES
@@ -299,20 +304,20 @@ def attention_backward(
     else:  # the groups do not exchange P; the compiler would give an unused barrier's memory to K, not invalidated
         ds_memory = gl.allocate_shared_memory(dtype, [2, B_C, B_R], s_layout)
         p_memory, p_full = ds_memory, ds_full
-    k = gl.allocate_shared_memory(dtype, [K_STAGES, 1, 1, B_C, SIZE], K.layout)
-    v = gl.allocate_shared_memory(dtype, [1, 1, 1, B_C, SIZE], V.layout)
+    k = allocate(K, dtype, K_STAGES, B_C, tile.D)
+    v = allocate(V, dtype, 1, B_C, tile.D_V)
     shared = Shared(
         k,
         v,
         Channel(k, kv_full, barriers(1, 2)),
         Channel(
-            gl.allocate_shared_memory(dtype, [Q_STAGES, 1, 1, B_R, SIZE], Q.layout),
+            allocate(Q, dtype, Q_STAGES, B_R, tile.D),
             barriers(Q_STAGES, 1),
             barriers(Q_STAGES, 2),
         ),
         gl.allocate_shared_memory(gl.float32, [Q_STAGES, B_R], L.layout),
         Channel(
-            gl.allocate_shared_memory(dtype, [DO_STAGES, 1, 1, B_R, SIZE], dO.layout),
+            allocate(dO, dtype, DO_STAGES, B_R, tile.D_V),
             barriers(DO_STAGES, 1),
             barriers(DO_STAGES, 2),
         ),

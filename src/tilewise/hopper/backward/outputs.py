@@ -21,29 +21,29 @@ class Gradient(NamedTuple):
 
 
 @gluon.jit
-def store_gradient(G, x, keys, packed, row, d, COLUMN: gl.constexpr, buffer):
-    """Store rows of dK or dV, from `row` of the sequence and column COLUMN on, through `buffer`. For that memory, see
+def store_gradient(G, x, keys, packed, row, d, column, buffer):
+    """Store rows of dK or dV, from `row` of the sequence and column `column` on, through `buffer`. For that memory, see
     `memory_of_gradients`."""
     if G.rows is None:
-        store_box(G.box, x.to(G.box.dtype), keys.b, keys.h_k, row, COLUMN, buffer)
+        store_box(G.box, x.to(G.box.dtype), keys.b, keys.h_k, row, column, buffer)
     elif G.rows.ptr.dtype.element_ty != G.box.dtype:
-        store_inside(G.rows, x, keys.b, keys.h_k, keys.k0 + row, keys.N - row, d, COLUMN)
+        store_inside(G.rows, x, keys.b, keys.h_k, keys.k0 + row, keys.N - row, d, column)
     else:
         x = x.to(G.box.dtype)
         if row + x.shape[0] <= keys.N:
-            store_box(G.box, x, 0, keys.h_k, keys.k0 + row, COLUMN, buffer)
+            store_box(G.box, x, 0, keys.h_k, keys.k0 + row, column, buffer)
         else:
-            store_inside(G.rows, x, keys.b, keys.h_k, keys.k0 + row, keys.N - row, d, COLUMN)
+            store_inside(G.rows, x, keys.b, keys.h_k, keys.k0 + row, keys.N - row, d, column)
 
 
 @gluon.jit
-def store_box(G, x, b, h, row, COLUMN: gl.constexpr, buffer):
+def store_box(G, x, b, h, row, column, buffer):
     """Store one box of TMA."""
     out = triton_compat.reinterpret(buffer, G.dtype, G.block_shape, G.layout)
     out.store(x.reshape(G.block_shape))
     fence_async_shared()
     triton_compat.barrier()
-    triton_compat.store(G, [b, h, row, COLUMN], out)
+    triton_compat.store(G, [b, h, row, column], out)
 
 
 @gluon.jit
@@ -58,7 +58,7 @@ def memory_of_gradients(W: gl.constexpr, n, dK, shared, tile: gl.constexpr):
         halves = triton_compat.reinterpret(piece, dK.box.dtype, [2] + dK.box.block_shape, dK.box.layout)
         return halves.index(0), halves.index(1)
     else:
-        halves = triton_compat.reinterpret(stage(shared.k, n), dK.box.dtype, [2] + dK.box.block_shape, dK.box.layout)
+        halves = triton_compat.reinterpret(stage(shared.k[0], n), dK.box.dtype, [2] + dK.box.block_shape, dK.box.layout)
         return halves.index(W), piece
 
 

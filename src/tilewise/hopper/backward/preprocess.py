@@ -18,8 +18,10 @@ class Tile(NamedTuple):
     B_R: int
     ROWS: int
     """Counts the rows of a program."""
+    WIDTH: int
+    """Counts the columns of a row of O, as a power of two."""
     SIZE: int
-    """Counts the columns of a row of dQ."""
+    """Counts those of a row of dQ."""
 
 
 @triton.jit(do_not_specialize=["packed", "unused", "M", "H", "tiles", "stride", "group", "zeroed", "semaphores"])
@@ -32,7 +34,9 @@ def attention_backward_preprocess(
     tl.extra.cuda.gdc_launch_dependents()
     B_R: tl.constexpr = tile.B_R
     ROWS: tl.constexpr = tile.ROWS
+    WIDTH: tl.constexpr = tile.WIDTH
     SIZE: tl.constexpr = tile.SIZE
+    STEP: tl.constexpr = WIDTH if SIZE % WIDTH == 0 else 64
     fill_unused(unused, packed, tl.arange(0, 16)[:, None], tl.arange(0, 64)[None, :])
     for first in range(tl.program_id(0).to(tl.int64) * 256, semaphores, tl.num_programs(0).to(tl.int64) * 256):
         n = first + tl.arange(0, 256)
@@ -45,7 +49,7 @@ def attention_backward_preprocess(
     if t * ROWS >= tl.cdiv(M, B_R) * B_R:
         return
     rows = t * ROWS + tl.arange(0, ROWS)
-    entries = tl.arange(0, SIZE)
+    entries = tl.arange(0, WIDTH)
     inside = (rows < M)[:, None] & (entries < tile.d_v)[None, :]
     at = rows.to(tl.int64)[:, None]
     o = tl.load(origin(O, b, h, q0) + at * O.row + entries[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -63,5 +67,7 @@ def attention_backward_preprocess(
     if scratch.ready is not None:
         tl.store(scratch.ready + loop, 0, mask=t == 0)
     tl.store(scratch.done + b * H + h, 0, mask=t == 0)
-    at = (first + t.to(tl.int64) * ROWS) * SIZE + tl.arange(0, ROWS)[:, None] * SIZE + entries[None, :]
-    tl.store(scratch.dq + at, tl.zeros([ROWS, SIZE], tl.float32), mask=b * H + h < zeroed)
+    for n in tl.static_range(SIZE // STEP):
+        at = (first + t.to(tl.int64) * ROWS) * SIZE + n * ROWS * STEP + tl.arange(0, ROWS)[:, None] * STEP
+        zeros = tl.zeros([ROWS, STEP], tl.float32)
+        tl.store(scratch.dq + (at + tl.arange(0, STEP)[None, :]), zeros, mask=b * H + h < zeroed)

@@ -1,4 +1,5 @@
-"""Compute the backward's products at head size 256 by a dK/dV split: one group owns dV (S, P), the other dK (dP, dS).
+"""Compute the backward's products beyond head size 128 by a dK/dV split: one group owns dV (S, P), the other dK (dP,
+dS).
 
 P goes one way through shared memory, dS back. S is transposed, as in gradients.py.
 """
@@ -14,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..parts.channel import arrive, stage, wait
 from ..parts.dropout_bits import apply_bits, apply_dropout, read_bits
+from ..parts.pieces import contract, expand, pieces_of, scaled, tile_at, tile_of, wait_for
 from ..parts.queue import receive_tile
 from ..parts.ragged import zero_keys, zero_queries
 from .gqa_reduce import add_partials
@@ -22,43 +24,97 @@ from .keys import exists, first_step, is_partial, keys_of, next_step, place_of
 from .outputs import store_gradient, wait_stores
 
 
+@gluon.constexpr_function
+def blocks_of_dq(W, tile):
+    """Count the 64 x 64 blocks of a query tile's dQ that group W computes: half of them, the second group more. It is
+    one where both groups add to a single block."""
+    in_all = tile.D * tile.B_R // 4096
+    return max(1, in_all // 2 if W == 0 else in_all - in_all // 2)
+
+
+@gluon.constexpr_function
+def piece_at(column, columns):
+    """Return which piece of a row a column is in, and where its piece begins."""
+    pieces = pieces_of(columns)
+    first = [sum(pieces[:n]) for n in range(len(pieces))]
+    n = max([n for n in range(len(pieces)) if first[n] <= column])
+    return n, first[n]
+
+
 @gluon.jit
-def dq_columns(ds, k, COLUMN: gl.constexpr, layout: gl.constexpr):
+def dq_columns(ds, k, COLUMN: gl.constexpr, tile: gl.constexpr):
     """Start dQ[:, COLUMN : COLUMN + 64] = dS K."""
-    zero = gl.zeros([64, 64], gl.float32, layout)
-    return warpgroup_mma(ds.permute((1, 0)), k.slice(COLUMN, 64, 1), zero, use_acc=False, is_async=True)
+    at: gl.constexpr = piece_at(COLUMN, tile.D)
+    zero = gl.zeros([64, 64], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+    columns = k[at[0]].slice(COLUMN - at[1], 64, 1)
+    return warpgroup_mma(ds.permute((1, 0)), columns, zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def store_halves(G, x, keys, packed, d, buffer):
-    """Store 64 rows of 256 columns of dK or dV, in two boxes."""
-    HALF: gl.constexpr = x.shape[1] // 2
-    left, right = x.reshape([x.shape[0], 2, HALF]).permute((0, 2, 1)).split()
-    store_gradient(G, left, keys, packed, keys.j0, d, 0, buffer)
-    wait_stores()
-    store_gradient(G, right, keys, packed, keys.j0, d, HALF, buffer)
-    wait_stores()
+def store_pieces(G, pieces, keys, packed, d, buffer, COLUMNS: gl.constexpr):
+    """Store 64 rows of dK or dV, box after box."""
+    PIECES: gl.constexpr = pieces_of(COLUMNS)
+    column = 0
+    for p in gl.static_range(len(PIECES)):
+        store_boxes(G, pieces[p], keys, packed, d, column, buffer, PIECES[p] // G.box.block_shape[3])
+        column += PIECES[p]
+
+
+@gluon.jit
+def store_boxes(G, x, keys, packed, d, column, buffer, COUNT: gl.constexpr):
+    """Store 64 rows of a piece, in one box or two."""
+    if COUNT == 1:
+        store_gradient(G, x, keys, packed, keys.j0, d, column, buffer)
+        wait_stores()
+    else:
+        HALF: gl.constexpr = COUNT // 2 * G.box.block_shape[3]
+        left, right = x.reshape([64, 2, HALF]).permute((0, 2, 1)).split()
+        store_boxes(G, left, keys, packed, d, column, buffer, COUNT // 2)
+        store_boxes(G, right, keys, packed, d, column + HALF, buffer, COUNT // 2)
+
+
+@gluon.jit
+def zeros_of(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Return zeros for each piece of a gradient's columns."""
+    PIECES: gl.constexpr = pieces_of(COLUMNS)
+    found = ()
+    for p in gl.static_range(len(PIECES)):
+        found += (zeros_of_piece(ROWS, PIECES[p]),)
+    return found
+
+
+@gluon.jit
+def zeros_of_piece(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Return zeros that lie as a product of so many columns does."""
+    return gl.zeros([ROWS, COLUMNS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16]))
+
+
+@gluon.jit
+def wait_for_both(pieces, x):
+    """Wait until the products of all pieces are complete, and another."""
+    found = warpgroup_mma_wait(0, pieces + (x,))
+    complete = ()
+    for p in gl.static_range(len(pieces)):
+        complete += (found[p],)
+    return complete, found[len(pieces)]
 
 
 @gluon.jit
 def dv_group(dV, gqa_sums, shared, call, tile: gl.constexpr):
-    """Compute S, P, dV, and the left half of dQ."""
+    """Compute S, P, dV, and the left half of dQ, or less."""
     B_R: gl.constexpr = tile.B_R
     B_C: gl.constexpr = tile.B_C
-    D: gl.constexpr = tile.D
-    dtype: gl.constexpr = shared.k.dtype
+    BLOCKS: gl.constexpr = blocks_of_dq(0, tile)
+    dtype: gl.constexpr = shared.k[0].dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B_R, 16])
-    acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    a_layout: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
-    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     zero = gl.zeros([B_C, B_R], gl.float32, s_layout)
-    k = shared.k.index(0).reshape([B_C, D])
+    k = tile_of(shared.k, 0)
     y = 0
     n = 0
     t = receive_tile(shared.tile_ids, n, 4)
     while t < call.shape.tiles * call.shape.heads:
         keys = keys_of(t, call, tile)
-        dv = gl.zeros([B_C, D], gl.float32, acc)
+        dv = zeros_of(B_C, tile.D_V)
         wait(shared.kv.full, n)
         zero_keys(keys, call.packed, shared, n, tile)
         step = first_step(keys, call.variant, tile)
@@ -67,8 +123,7 @@ def dv_group(dV, gqa_sums, shared, call, tile: gl.constexpr):
             partial = is_partial(step, step.loop)
             zero_queries(place, call.packed, shared, y, tile)
             wait(shared.q.full, y)
-            q = stage(shared.q.memory, y).reshape([B_R, D])
-            S = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+            S = contract(k, tile_at(shared.q.memory, y), zero)
             logs = stage(shared.logs, y).load(gl.SliceLayout(0, s_layout))
             words = read_bits(shared.bits, y, 0, zero)
             S = warpgroup_mma_wait(0, [S])
@@ -81,48 +136,46 @@ def dv_group(dV, gqa_sums, shared, call, tile: gl.constexpr):
             shared.p.memory.store(dS.to(dtype))
             arrive(shared.p.full, y)
             wait(shared.do.full, y)
-            do = stage(shared.do.memory, y).reshape([B_R, D])
-            dv_next = warpgroup_mma(gl.convert_layout(p, a_layout), do, dv, is_async=True)
+            dv = expand(p, tile_at(shared.do.memory, y), dv)
             wait(shared.ds.full, y)
-            dq = dq_columns(shared.ds.memory, k, 0, dq_layout)
-            dv, dq = warpgroup_mma_wait(0, [dv_next, dq])
-            dq_second = dq_columns(shared.ds.memory, k, 64, dq_layout)
+            dq = dq_columns(shared.ds.memory, k, 0, tile)
+            dv, dq = wait_for_both(dv, dq)
+            if BLOCKS == 2:
+                dq_second = dq_columns(shared.ds.memory, k, 64, tile)
             arrive(shared.do.empty, y)
-            send_dq(dq, shared, 2 * y, 0)
-            send_dq(warpgroup_mma_wait(0, [dq_second]), shared, 2 * y + 1, 0)
+            send_dq(dq, shared, BLOCKS * y, 0)
+            if BLOCKS == 2:
+                send_dq(warpgroup_mma_wait(0, [dq_second]), shared, BLOCKS * y + 1, 0)
             y += 1
             step = next_step(step, keys, call.variant, tile)
         arrive(shared.kv.empty, 0)
-        mbarrier.wait(shared.dq.empty.index(0), 1)
+        mbarrier.wait(shared.dq.empty.index(0), (BLOCKS * y & 1) ^ 1)
         if call.variant.dropout is not None:
-            dv = dv * call.variant.dropout.rescale
-        parts, last = add_partials(0, (dv,), keys, gqa_sums, call, tile)
+            dv = scaled(dv, call.variant.dropout.rescale)
+        parts, last = add_partials(0, dv, keys, gqa_sums, call, tile)
         if last:
-            store_halves(dV, parts[0], keys, call.packed, call.shape.d_v, shared.dq.memory.index(0))
+            store_pieces(dV, parts, keys, call.packed, call.shape.d_v, shared.dq.memory.index(0), tile.D_V)
         n += 1
         t = receive_tile(shared.tile_ids, n, 4)
 
 
 @gluon.jit
 def dk_group(dK, gqa_sums, shared, call, tile: gl.constexpr):
-    """Compute dP, dS, dK, and the right half of dQ."""
+    """Compute dP, dS, dK, and the other columns of dQ."""
     B_R: gl.constexpr = tile.B_R
     B_C: gl.constexpr = tile.B_C
-    D: gl.constexpr = tile.D
-    dtype: gl.constexpr = shared.k.dtype
+    FIRST: gl.constexpr = 64 * blocks_of_dq(0, tile)
+    dtype: gl.constexpr = shared.k[0].dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B_R, 16])
-    acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    a_layout: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
-    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     zero = gl.zeros([B_C, B_R], gl.float32, s_layout)
-    k = shared.k.index(0).reshape([B_C, D])
-    v = shared.v.index(0).reshape([B_C, D])
+    k = tile_of(shared.k, 0)
+    v = tile_of(shared.v, 0)
     y = 0
     n = 0
     t = receive_tile(shared.tile_ids, n, 4)
     while t < call.shape.tiles * call.shape.heads:
         keys = keys_of(t, call, tile)
-        dk = gl.zeros([B_C, D], gl.float32, acc)
+        dk = zeros_of(B_C, tile.D)
         wait(shared.kv.full, n)
         zero_keys(keys, call.packed, shared, n, tile)
         step = first_step(keys, call.variant, tile)
@@ -130,8 +183,7 @@ def dk_group(dK, gqa_sums, shared, call, tile: gl.constexpr):
             place = place_of(step, keys, call, B_R)
             zero_queries(place, call.packed, shared, y, tile)
             wait(shared.do.full, y)
-            do = stage(shared.do.memory, y).reshape([B_R, D])
-            dP = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+            dP = contract(v, tile_at(shared.do.memory, y), zero)
             delta = stage(shared.delta, y).load(gl.SliceLayout(0, s_layout))
             words = read_bits(shared.bits, y, 0, zero)
             dP = warpgroup_mma_wait(0, [dP])
@@ -145,21 +197,21 @@ def dk_group(dK, gqa_sums, shared, call, tile: gl.constexpr):
             fence_async_shared()
             arrive(shared.ds.full, y)
             wait(shared.q.full, y)
-            q = stage(shared.q.memory, y).reshape([B_R, D])
-            dq = dq_columns(shared.ds.memory, k, 128, dq_layout)
-            dk_next = warpgroup_mma(gl.convert_layout(ds, a_layout), q, dk, is_async=True)
-            dq = warpgroup_mma_wait(1, [dq])
+            dq = dq_columns(shared.ds.memory, k, FIRST, tile)
+            dk = expand(ds, tile_at(shared.q.memory, y), dk)
+            dq = warpgroup_mma_wait(len(dk), [dq])
             send_dq(dq, shared, 2 * y, 1)
-            dk = warpgroup_mma_wait(0, [dk_next])
-            dq_second = dq_columns(shared.ds.memory, k, 192, dq_layout)
+            dk = wait_for(dk)
+            dq_second = dq_columns(shared.ds.memory, k, FIRST + 64, tile)
             arrive(shared.q.empty, y)
             send_dq(warpgroup_mma_wait(0, [dq_second]), shared, 2 * y + 1, 1)
             y += 1
             step = next_step(step, keys, call.variant, tile)
         arrive(shared.kv.empty, 0)
         mbarrier.wait(shared.dq.empty.index(1), 1)
-        parts, last = add_partials(1, (dk,), keys, gqa_sums, call, tile)
+        parts, last = add_partials(1, dk, keys, gqa_sums, call, tile)
         if last:
-            store_halves(dK, parts[0] * call.shape.factor, keys, call.packed, call.shape.d, shared.dq.memory.index(1))
+            dk = scaled(parts, call.shape.factor)
+            store_pieces(dK, dk, keys, call.packed, call.shape.d, shared.dq.memory.index(1), tile.D)
         n += 1
         t = receive_tile(shared.tile_ids, n, 4)

@@ -10,14 +10,21 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ...tile.rows import fill_unused, origin
 from . import triton_compat
-from .channel import stage, wait
-from .pieces import tile_at
+from .channel import wait
+from .pieces import tile_at, tile_of
 
 
 @gluon.jit
 def zero_from(memory, row):
     """Zero a tile's rows from `row` on: there lies another sequence, whose NaN would survive a P of 0."""
     zero_outside(memory, 0, row)
+
+
+@gluon.jit
+def zero_all_from(pieces, row):
+    """Do so in all pieces of a tile."""
+    for p in gl.static_range(len(pieces)):
+        zero_from(pieces[p], row)
 
 
 @gluon.jit
@@ -38,25 +45,21 @@ def zero_outside(memory, first, end):
 @gluon.jit
 def zero_keys(keys, packed, shared, n, tile: gl.constexpr):
     """Zero the keys and values past the end of a packed sequence."""
-    B_C: gl.constexpr = tile.B_C
-    D: gl.constexpr = tile.D
     if packed is not None:
-        if keys.j0 + B_C > keys.N:
-            zero_from(stage(shared.k, n).reshape([B_C, D]), keys.N - keys.j0)
-            zero_from(shared.v.index(0).reshape([B_C, D]), keys.N - keys.j0)
+        if keys.j0 + tile.B_C > keys.N:
+            zero_all_from(tile_at(shared.k, n), keys.N - keys.j0)
+            zero_all_from(tile_of(shared.v, 0), keys.N - keys.j0)
 
 
 @gluon.jit
 def zero_queries(place, packed, shared, y, tile: gl.constexpr):
     """Zero the rows of Q and dO past the end of a packed sequence."""
-    B_R: gl.constexpr = tile.B_R
-    D: gl.constexpr = tile.D
     if packed is not None:
-        if place.i0 + B_R > place.M:
+        if place.i0 + tile.B_R > place.M:
             wait(shared.q.full, y)
             wait(shared.do.full, y)
-            zero_from(stage(shared.q.memory, y).reshape([B_R, D]), place.M - place.i0)
-            zero_from(stage(shared.do.memory, y).reshape([B_R, D]), place.M - place.i0)
+            zero_all_from(tile_at(shared.q.memory, y), place.M - place.i0)
+            zero_all_from(tile_at(shared.do.memory, y), place.M - place.i0)
 
 
 @gluon.jit
@@ -64,8 +67,7 @@ def zero_queries_past(q, place, row0, packed):
     """Zero the rows of a warpgroup's Q past the end of a packed sequence. Codes of 8 bits have scales of 0 there."""
     if packed is not None and q[0].dtype.primitive_bitwidth == 16:
         if row0 + 64 > place.M:
-            for p in gl.static_range(len(q)):
-                zero_from(q[p], place.M - row0)
+            zero_all_from(q, place.M - row0)
 
 
 @gluon.jit
@@ -76,9 +78,7 @@ def zero_values(place, j, packed, shared, y, tile: gl.constexpr):
     if packed is not None and tile.PV_BITS == 16:
         if (j + 1) * B_C > place.N:
             wait(shared.v.full, y)
-            values = tile_at(shared.v.memory, y)
-            for p in gl.static_range(len(values)):
-                zero_from(values[p], place.N - j * B_C)
+            zero_all_from(tile_at(shared.v.memory, y), place.N - j * B_C)
 
 
 @gluon.jit
