@@ -69,7 +69,7 @@ class Step:
 
 SIZES = "tests/card/test_head_sizes.py"
 """Tests that take far longer than the others: a thousand pairs of kernels to compile."""
-WIDE = "tests/card/test_wide_heads.py"
+LONG = "tests/card/test_wide_heads.py", "tests/card/test_pieces.py"
 """Tests whose kernels take long to compile."""
 FUNCTIONS = "tests/card/test_functions.py"
 """Tests with kernels of their own for each function, a thousand, too."""
@@ -104,7 +104,7 @@ def steps(results: Path, device: str) -> Iterator[Step]:
     yield Step("functions, in time", measured, every, 12, functions.FILES, silence=6)
     for path in (path for path in files if path not in (SIZES, FUNCTIONS)):
         name = f"card {Path(path).stem.removeprefix('test_')}"
-        minutes = 3 if path == WIDE else 0.8
+        minutes = 3 if path in LONG else 0.8
         yield of_tests(name, path, "-k", "not cost", kernels=every, minutes=minutes, files=path)
     card = "tests/card"
     yield of_tests("card, in time", card, "-k", "cost", kernels=every, minutes=0.5, files=f"{card}/*.py", workers=1)

@@ -34,7 +34,7 @@ def pair(kernel, file, *texts):
 TILE_ID = pair("attention_forward", "parts/queue.py", ".store(gl.full", ".load(")
 WAITED = (*TILE_ID[:2], line("parts/channel.py", "mbarrier.wait"))
 FETCHED = pair("attention_backward", "parts/queue.py", *["gl.num_programs(0) + gl.atomic_add"] * 2)
-SPLIT_DKDV = pair("attention_backward", "backward/split256.py", "shared.p.memory.store", "shared.p.memory.load")
+SPLIT_DKDV = pair("attention_backward", "backward/split_dkdv.py", "shared.p.memory.store", "shared.p.memory.load")
 ROLES = pair("attention_backward", "backward/kernel.py", "def attention_backward(", "gl.warp_specialize(")
 IN_IF = pair("attention_forward", "forward/kernel.py", "    if DROPOUT_WARPS:", "def attention_forward(")
 LOST = pair("attention_backward", "backward/gradients.py", "stage(shared.ds.memory", "shared.logs, y).load")

@@ -5,7 +5,7 @@ A program owns B_c rows of K and V, and loops over the query tiles that see them
     load          one warp        loads K and V once, then Q, L, dO and D of every query tile, by TMA
     add_dq        one warp        adds finished 64 x 64 pieces of dQ to their sum in memory, by TMA, and writes the
                                   zeros that later key tiles will add to
-    compute       2 x 4 warps     computes the five products: see gradients.py, split256.py
+    compute       2 x 4 warps     computes the five products: see gradients.py, split_dkdv.py
     produce_bits  2 or 4 warps    with dropout only: generates its mask bits
 
 All of them loop over the same query tiles, which keys.py finds.
@@ -40,7 +40,7 @@ from .deterministic import release_dq_semaphore, wait_dq_semaphore
 from .gradients import key_half
 from .keys import exists, first_step, keys_of, next_step, place_of, query_block, tile_of
 from .outputs import Gradient
-from .split256 import blocks_of_dq, dk_group, dv_group
+from .split_dkdv import blocks_of_dq, dk_group, dv_group
 
 
 class Tile(NamedTuple):
