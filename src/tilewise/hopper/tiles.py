@@ -173,7 +173,7 @@ def columns(p: Problem, rows: Mapping[Any, Any]) -> Columns:
 
     That is for calls that name this back end, as no GPU has run others; not for codes and caches."""
     found = Columns(*[max(64, -(-size // 32) * 32) for size in (p.D, p.D_v)])
-    plain = p.dtype != torch.float32 and not p.products.codes and p.layout.page(p) is None
+    plain = p.dtype != torch.float32 and p.needs <= {"packed"}
     if plain and p.recipe.backend == "hopper" and found.key in rows:
         return found
     return Columns(padded(p), padded(p))

@@ -109,7 +109,7 @@ def loop_over_keys(
         words = read_bits(shared.bits, (y + 1) * tile.WARPGROUPS + W, 0, zero)
         if tile.WAIT_PV == 3:
             products = finish_products(products, tile)
-        S = warpgroup_mma_wait(tile.SUM_BY_PRODUCT + (len(sums.o) if tile.PROMOTE != "halves" else 0), [S])
+        S = warpgroup_mma_wait(tile.SUM_BY_PRODUCT + (tile.PROMOTE != "halves") * len(sums.o), [S])
         S = product_of(S, rows, k_scale, SCORES, tile.MASK_IN_LOOP, tile)
         c_j = scale_of(S, c, rows.scale * k_scale) if BY_ROW else c
         partial = is_partial(x, part) if tile.MASK_IN_LOOP else False

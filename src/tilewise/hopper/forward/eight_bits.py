@@ -13,7 +13,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...quantize.rows import BLOCK_K, BLOCK_Q
-from ..parts.pieces import allocate, scaled
+from ..parts import triton_compat
+from ..parts.channel import expect, stage
+from ..parts.pieces import allocate, bytes_of, load_pieces, scaled
 
 TINY = gl.constexpr(2.0**-126)
 
@@ -51,10 +53,16 @@ def values(V, STAGES: gl.constexpr, tile: gl.constexpr):
 
 
 @gluon.jit
-def values_box(row, tile: gl.constexpr):
-    """Return where the codes of V begin in memory, from key `row` on: they lie in tiles of BLOCK_K keys."""
-    D: gl.constexpr = tile.D_V
-    return row // BLOCK_K * D, row % BLOCK_K
+def load_values(V, channel, y, b, h_k, row, code_row, tile: gl.constexpr):
+    """Load the values of keys from `row` on into use y's stage; as codes, from `code_row` on, which lie in tiles of
+    BLOCK_K keys."""
+    if tile.PV_BITS == 8:
+        bar = expect(channel.full, y, V.block_type.nbytes)
+        at = [b, h_k, code_row // BLOCK_K * tile.D_V, code_row % BLOCK_K]
+        triton_compat.load(V, at, bar, stage(channel.memory[0], y))
+    else:
+        bar = expect(channel.full, y, bytes_of(V.block_type, tile.D_V))
+        load_pieces(V, b, h_k, row, bar, channel.memory, y % tile.KV_STAGES)
 
 
 @gluon.jit

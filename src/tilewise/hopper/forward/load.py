@@ -3,12 +3,11 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..parts import triton_compat
 from ..parts.channel import arrive, expect, stage, wait_before, wait_dependencies
 from ..parts.dropout_bits import dropout_words, in_whole
 from ..parts.pieces import bytes_of, load_pieces
 from ..parts.queue import fetch_next_tile, receive_tile, reset_counter, send_tile
-from .eight_bits import first_rows, values_box
+from .eight_bits import first_rows, load_values
 from .pages import load_rows, located
 from .queries import key_tile, loop_of, part_of, query_tile
 
@@ -53,14 +52,8 @@ def load(Q, K, V, shared, counter, call, codes, tile: gl.constexpr):
                     else:
                         load_rows(K, shared.k, y, call, place, h_k, k_row + j * B_C, tile)
                 if x > 0:
-                    if tile.PV_BITS == 8:
-                        bar = expect(shared.v.full, y - 1, V.block_type.nbytes)
-                        row, column = values_box(k_row + j_before * B_C, tile)
-                        triton_compat.load(V, [b, h_k, row, column], bar, stage(shared.v.memory[0], y - 1))
-                    elif tile.PAGE is None:
-                        bar = expect(shared.v.full, y - 1, bytes_of(V.block_type, tile.D_V))
-                        row = k0 + j_before * B_C
-                        load_pieces(V, b, h_k, row, bar, shared.v.memory, (y - 1) % tile.KV_STAGES)
+                    if tile.PAGE is None:
+                        load_values(V, shared.v, y - 1, b, h_k, k0 + j_before * B_C, k_row + j_before * B_C, tile)
                     else:
                         load_rows(V, shared.v, y - 1, call, place, h_k, k0 + j_before * B_C, tile)
                 if FETCH_EARLY:
