@@ -72,7 +72,7 @@ HOPPER = (
     "forward", "backward", *(f"backward_{name}" for name in ("preprocess", "postprocess", "init_semaphore")),
     "split_fp32", "forward_fp32", "backward_preprocess_fp32", "backward_fp32",
 )  # fmt: skip
-BOTH = ("backward_renormalize", "backward_gather", "list_tiles")
+BOTH = ("backward_renormalize", "backward_gather", "backward_sink", "list_tiles")
 KERNELS = {
     "experiment forward",
     "merge attention_merge",
