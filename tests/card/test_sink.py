@@ -5,6 +5,8 @@ import torch
 from graphs import captured
 
 import tilewise as tw
+
+pytest.importorskip("triton")
 from tilewise.host.sink import CONSTANTS
 from tilewise.merge.sink import sink_gradient
 from tilewise.tile.sink import attention_backward_sink
