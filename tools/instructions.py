@@ -23,13 +23,14 @@ HOPPER = {
     "attention_backward_preprocess_fp32": "hopper fp32 backward", "attention_backward_fp32": "hopper fp32 backward",
     "attention_split_fp32": "hopper fp32 forward", "attention_backward_gather": "gradient of a bias",
     "attention_list_tiles": "lists of tiles", "attention_backward_renormalize": "renormalization",
+    "attention_backward_sink": "gradient of a sink",
 }  # fmt: skip
 TRITON = {
     "attention_forward": "triton forward", "attention_backward_delta": "triton backward",
     "attention_backward_dkdv": "triton backward", "attention_backward_dq": "triton backward",
     "attention_backward_gather": "gradient of a bias", "attention_list_tiles": "lists of tiles",
     "attention_backward_renormalize": "renormalization", "attention_forward_single": "triton single",
-    "attention_backward_single": "triton single",
+    "attention_backward_single": "triton single", "attention_backward_sink": "gradient of a sink",
 }  # fmt: skip
 STATE = Path(__file__).parents[1] / "studies" / "bench" / "state.py"
 GROUPS = {"hopper": HOPPER, "triton": TRITON}

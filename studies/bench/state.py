@@ -97,6 +97,7 @@ KERNELS = {
     "triton gradient of a bias": Kernel(("tile/gather.py:attention_backward_gather",), (f"{PORTABLE}:BIAS",)),
     "lists of tiles": Kernel(("tile/ranges.py:attention_list_tiles",)),
     "renormalization": Kernel(("tile/renormalize.py:attention_backward_renormalize",)),
+    "gradient of a sink": Kernel(("tile/sink.py:attention_backward_sink",)),
     "rotary": Kernel(("rotary/kernel.py:rotary_embedding",)),
     "fp16 sums": Kernel(("studies/accumulation/forward.py:forward",)),
     "fp16 sums, emulated": Kernel(("studies/accumulation/rounded.py:*",)),

@@ -238,7 +238,7 @@ def calls(B: int, M: int, N: int, H: int) -> dict[str, dict[str, Any]]:
         "documents": {"mask": tw.Documents(of(B, M, dtype=torch.int32), of(B, N, dtype=torch.int32))},
         "dense": {"mask": tw.Dense(of(B, H, M, N, dtype=torch.bool))},
         "dropout": {**causal, "dropout": 0.1},
-        "sink": {**causal, "sink": slopes, "wanted": (False,)},
+        "sink": {**causal, "sink": slopes, "wanted": (True,)},
         "deterministic": {**causal, "deterministic": True},
         "wide": {**causal, "out_dtype": torch.float32},
         "int8": {**causal, "precision": "int8"},

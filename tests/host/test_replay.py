@@ -463,6 +463,36 @@ def test_a_backward_of_a_bias_that_learns_is_repeated(launched, monkeypatch, sha
     assert found[1][3][0] == (*shape, 49, 49)
 
 
+@pytest.mark.parametrize("name", ["full", "packed"])
+@pytest.mark.parametrize(
+    "more", [{"backend": "hopper"}, {"backend": "triton"}, {"backend": "triton", "N": 60}, {"bias": 1}], ids=str
+)
+def test_a_backward_of_a_sink_that_learns_is_repeated(launched, monkeypatch, name, more):
+    """Also beside a bias that learns. No operation of torch follows the launches of the sink alone."""
+    if name == "packed" and more.keys() & {"N", "bias"}:
+        pytest.skip("their tensors have another length")
+
+    def options():
+        return (learned_bias(4) if "bias" in more else more) | {"sink": torch.randn(4, requires_grad=True)}
+
+    for _ in range(2):
+        trained(name, 4, options())[0]()
+    with monkeypatch.context() as patch:
+        patch.setattr(host.Launch, "run", refuse)
+        patch.setattr(Replay, "run", refuse)
+        found = trained_launches(launched, *trained(name, 4, options()))
+    forget(monkeypatch)
+    assert found == trained_launches(launched, *trained(name, 4, options()))
+    assert ((4,), torch.float32, (1,)) in found[1]
+
+
+def test_a_sink_that_learns_by_operations_of_torch_is_not_repeated(launched):
+    """Where no back end is named, and a GPU has yet to run the kernel."""
+    for _ in range(3):
+        *_, sink = trained("full", 4, {"sink": torch.randn(4, requires_grad=True)})[0]()
+        assert sink.shape == (4,)
+
+
 def test_a_backward_gives_the_gradients_that_are_wanted(launched):
     """Those of q at first, then that of the bias, too: autograd tells a backward each time."""
     options = learned_bias(4)

@@ -53,9 +53,10 @@ def described(target: str, q: Any, k: Any, v: Any, **options: Any) -> tuple[Prob
 
 
 def launches(target: str, q: Any, k: Any, v: Any, wanted: bool = False, **options: Any) -> list[launch.Launch]:
-    """Every launch of forward and backward of a call with meta tensors; `wanted` asks for biases' gradients."""
+    """Every launch of forward and backward of a call with meta tensors; `wanted` asks for gradients of biases
+    and sinks."""
     p, x = described(target, q, k, v, **options)
-    p = p._replace(wanted=tuple(wanted and t.dtype.is_floating_point and t.ndim == 4 for t in x.extra))
+    p = p._replace(wanted=tuple(wanted and t.dtype.is_floating_point and t.ndim in (1, 4) for t in x.extra))
     seed = torch.empty((), dtype=torch.int64, device="meta") if p.recipe.dropout else None
     saved = launch.empty_saved(p, x, seed)
     scratch, grads = launch.empty_scratch(p, x), launch.empty_grads(p, x)
@@ -103,14 +104,15 @@ def calls(target: str) -> Iterator[Call]:
     """Full, causal ("plain"), combined, listed and biased calls in the 16-bit type; plain ones in fp32, "ieee" on FMA
     units, and "tf32x3" where it has its own rows; on Hopper, also a call whose strides are 1; what parts of a whole
     need, and heads of one tile, also Swin's, where a chip is main. Two biases in fp32, of which a loop reads more than
-    of K and V, where memory is short. Head size 512 in both types, where a chip takes it; of sm_86 and sm_89, which are
-    alike, with sm_89."""
+    of K and V, where memory is short. A sink that learns. Head size 512 in both types, where a chip takes it; of sm_86
+    and sm_89, which are alike, with sm_89."""
     old = target in ("sm_70", "sm_75")
     half = torch.float16 if old else torch.bfloat16
     of_bias = ("attention_backward_renormalize", "attention_backward_gather")
     for D in (64, 128):
         yield Call("plain", half, D, (*MAIN_KERNELS, "attention_backward_delta"))
     yield Call("plain", torch.float32, 64, MAIN_KERNELS)
+    yield Call("sink", half, 64, ("attention_backward_sink",))
     yield Call("combined", half, 64 if old else 128, MAIN_KERNELS)
     yield Call("listed", half, 64 if old else 128, ("attention_list_tiles", *of_bias))
     if target in ("sm_86", "sm_120"):  # with little shared memory
@@ -170,6 +172,7 @@ def options_of(call: Call, B: int, S: int, H: int) -> dict[str, Any]:
         "placed dropout": {"dropout": 0.1, "origin": tw.Origin(64, 128, 1, 8)},
         "biased": biased,
         "single": {"backend": "triton"},
+        "sink": {"sink": numbers, "wanted": True, "backend": "triton"},
         "Swin": biased | {"mask": tw.Full(), "backend": "triton"},
         "two biases": biased | {"score": [tw.Bias(meta(1, H, S, S, dtype=torch.float32)) for _ in range(2)]},
         "listed": biased | {"mask": tw.Dense(meta(S, S, dtype=torch.bool)) & tw.Causal()},

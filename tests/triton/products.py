@@ -19,11 +19,13 @@ from tilewise.call.operands import Operands
 from tilewise.call.recipe import Recipe
 from tilewise.merge.launch import merge_launch
 from tilewise.triton.tiles import current
+from tilewise.warm.precompile import launches as recorded
+from tilewise.warm.warm import Call
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parents[2]))
 from addresses import products
-from offline import launches, meta, use_target
+from offline import described, launches, meta, use_target
 
 from studies.accumulation import Accumulate
 from studies.accumulation import launch as experiment
@@ -74,6 +76,16 @@ def of_single() -> list[Any]:
     q, k = (meta(B, 49, heads, 32, dtype=torch.bfloat16) for heads in (H, H))
     bias = tw.Bias(meta(49, 49, H, 1, dtype=torch.bfloat16).permute(3, 2, 1, 0))
     return launches("sm_90", q, k, k, score=bias, backend="triton", wanted=True)
+
+
+def of_sink(backend: str) -> Iterator[Any]:
+    """The launches for the gradient of a sink, of a batch and of packed sequences."""
+    ends = meta(B + 1, dtype=torch.int32)
+    for rows, options in (((B, S), {}), ((B * S,), {"layout": tw.Varlen(ends, ends, S, S)})):
+        q = meta(*rows, H, D, dtype=torch.bfloat16)
+        p, _ = described("sm_90", q, q, q, sink=meta(H, dtype=torch.float32), backend=backend, **options)
+        made = recorded(Call(p, tuple(t.dtype.is_floating_point for t in p.extra)))
+        yield from (one for one in made if "sink" in one.kernel.fn.__name__)
 
 
 def of_hopper(options: dict[str, Any]) -> Iterator[Any]:
@@ -150,6 +162,9 @@ def main() -> Iterator[dict[str, Any]]:
     made += [("portable", one) for one in of_single()]
     made += [("merge", one) for one in of_merge()]
     made += [("hopper", one) for one in of_hopper(calls())]
+    made += [
+        (backend, one) for backend, name in (("portable", "triton"), ("hopper", "hopper")) for one in of_sink(name)
+    ]
     for backend, one in made:
         text, options = first_stage(one)
         found = {"products": sorted(set(products(text))), "fused": options.enable_fp_fusion}

@@ -45,7 +45,7 @@ BEST = {"sm_90": {"HGMMA"}, "sm_100": {"UTCHMMA"}}
 FREE_OF_SPILLS = tuple(target for target in KIBIBYTES if target not in ("sm_70", "sm_75"))
 WITH_BOTH = ("sm_80", "sm_90", "sm_100", "gfx942")
 """Targets that are compiled for with both: a Triton takes a minute of each."""
-NO_PRODUCTS = ("attention_backward_delta", "attention_list_tiles")
+NO_PRODUCTS = ("attention_backward_delta", "attention_backward_sink", "attention_list_tiles")
 KERNELS = {
     "attention_forward", "attention_backward_dkdv", "attention_backward_dq", "attention_backward_renormalize",
     "attention_backward_gather", *NO_PRODUCTS,

@@ -34,7 +34,11 @@ ALLOWED = {
         ),
         "triton/forward.py": ("t * B_R", "j * B_C"),
     },
-    "rows in all, rounded up; cu_seqlens count them in 32 bits": {"tile/rows.py": ("(M + 15) // 16 * 16",)},
+    "rows in all, rounded up; cu_seqlens count them in 32 bits": {
+        "tile/rows.py": ("(M + 15) // 16 * 16",),
+        "tile/sink.py": ("t * ROWS", "(start // BLOCK + b) * BLOCK"),
+    },
+    "at most the number of packed sequences": {"tile/sink.py": ("1 << halvings - 1 - n",)},
     "one of at most 512 programs that fill 16 rows at a time": {"tile/rows.py": ("program * ROWS",)},
     "one of B H matrices; a launch has at least as many programs, and at most 2^31": {
         "hopper/backward/postprocess.py": ("b * H", "h // group * group"),
@@ -72,7 +76,7 @@ HOPPER = (
     "forward", "backward", *(f"backward_{name}" for name in ("preprocess", "postprocess", "init_semaphore")),
     "split_fp32", "forward_fp32", "backward_preprocess_fp32", "backward_fp32",
 )  # fmt: skip
-BOTH = ("backward_renormalize", "backward_gather", "list_tiles")
+BOTH = ("backward_renormalize", "backward_gather", "backward_sink", "list_tiles")
 KERNELS = {
     "experiment forward",
     "merge attention_merge",

@@ -103,7 +103,8 @@ def explain(
     against, functions = refusals(problem), became(mask, scores, problem)
     if all(against[name] for name in candidates(problem)):
         return Explanation(None, "", against, functions=functions)
-    of_backward = problem.products.for_backward(problem)
+    learned = tuple([t.requires_grad and torch.is_grad_enabled() for t in x.extra])
+    of_backward = problem.products.for_backward(problem)._replace(wanted=learned)
     one = other = select(problem, FORWARD).name
     first, second = planned(problem, FORWARD).describe(), ()
     if not (problem.layout.no_gradients or problem.products.no_gradients):

@@ -32,6 +32,7 @@ from ..host.lists import tile_lists
 from ..host.outputs import empty, empty_grads, empty_saved, size
 from ..host.plan import plan_of
 from ..host.repeat import Backward, repeated, repeated_backward
+from ..host.sink import sink_launches
 from ..host.tables import source_of_rows
 from ..host.values import device_values, with_lse_shift
 from ..merge.sink import with_sink
@@ -89,7 +90,7 @@ def backward_launches(
     counter: Tensor, sums: Sequence[Tensor | None] = (),
 ) -> list[Launch]:  # fmt: skip
     """Return the launches of the backward: lists of tiles or the order of dQ's sums, preprocess, the main kernel, and
-    postprocess. The last two each begin while the kernel before ends. Then those for tensors of scores that learn."""
+    postprocess. The last two each begin while the kernel before ends. Then those for what learns."""
     where, lse, key = packed(p, x), saved.lse, unplanned(saved, do, dlse)
     parts, changes, _ = device_values(p, x.extra, backward_scores)
     lists, listing = tile_lists(p, pl, pl.backward, parts, x, by_key=True)
@@ -104,7 +105,8 @@ def backward_launches(
         shared = recompute(p, pl, x, saved, do, dlse, scratch)
         renormalize = [renormalize_launch(shared)] if p.biased else []
         gathers = [*gather_launches(shared, sums)] if sums else []
-    return [*listing, before, *renormalize, main, after, *gathers]
+    sink = sink_launches(p, pl, x, lse, scratch.delta, pl.backward.B_r, grads, key)
+    return [*listing, before, *renormalize, main, after, *gathers, *sink]
 
 
 def preprocess_launch(
@@ -282,12 +284,11 @@ def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None,
     grads, scratch = empty_grads(p, x), empty_scratch(p, pl.backward_tile, pl.ready, x.q.device)
     stream = current_stream(x.q.device)
     zeros = counter(x.q.device, stream)
-    sums = empty_sums(p, x, grads, BIAS[padded(p)]) if any(p.wanted) else []
-    tensors = [*x[:3], *x.extra, *saved[:3], do, dlse, *each(scratch), *grads[:3], *grads.extra, zeros, *sums]
+    sums = empty_sums(p, x, grads, BIAS[padded(p)])
+    tensors = [*x[:3], *x.extra, *saved[:3], do, dlse, *each(scratch), *grads[:3], *grads.extra, *sums, zeros]
     replay = pl.replays[unplanned(saved, do, dlse)]
     replay(stream, tensors, lambda: backward_launches(p, pl, x, saved, do, dlse, scratch, grads, zeros, sums))
-    if sums:
-        add_sums(p, grads, sums, lambda: recompute(p, pl, x, saved, do, dlse, scratch), stream)
+    add_sums(p, grads, sums, lambda: recompute(p, pl, x, saved, do, dlse, scratch), stream)
     return with_sink(p, x, saved.lse, grads, lambda: by_row(p, pl.backward.B_r, x, scratch.delta))
 
 

@@ -57,7 +57,7 @@ class Orbited(NamedTuple):
 
 def reads_of(p: Problem, extra: Sequence[Any]) -> tuple[Read, ...]:
     """Return where scores read tensors whose gradients are wanted."""
-    if 0 in (p.B, p.M, p.N):
+    if 0 in (p.B, p.M, p.N) or not any(p.wanted):
         return ()
     if (found := p.computed.get(reads_of)) is None:
         found = p.computed[reads_of] = tuple(_reads_of(p, extra))

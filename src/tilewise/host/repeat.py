@@ -1,18 +1,20 @@
 """Repeat a call that has run: allocate its results, and launch what it launched, with their addresses."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..call.calls import guard
-from ..call.operands import Operands, Saved
+from ..call.operands import Grads, Operands, Saved
 from ..call.problem import Problem
 from .arguments import adjacent, unplanned
+from .gather import add_sums
 from .launch import profiled
-from .outputs import EMPTY_CUDA, sizes
+from .outputs import EMPTY_CUDA, size, sizes
 from .replay import MOST, Replay
+from .sink import sink_launched, sink_learns
 
 
 def _empty(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -93,49 +95,39 @@ class Forward:
         return self.replay.fill(key) if aligned(key[: len(self.aligned)]) == self.aligned else ()
 
 
-class Learns(NamedTuple):
-    """What a backward does for extra operands whose gradients are wanted."""
-
-    wanted: tuple[bool, ...]
-    """Which of the extra operands those are."""
-    allocate: Callable[[], tuple[Any, Sequence[Tensor]]]
-    """Returns Grads with those of extra operands, and the sums that the launches write."""
-    add: Callable[[Any, Sequence[Tensor]], None]
-    """Writes these gradients from the sums."""
-
-
 def repeated_backward(
     p: Problem, pl: Any, work: Sequence[Any], x: Operands, saved: Saved, do: Tensor, counters: Any = None,
-    learned: Learns | None = None,
+    empty_sums: Any = None,
 ) -> Any:  # fmt: skip
-    """Return what repeats a backward of a plan, a Backward; None if its launches were not kept, or read copies, or
-    what learns has no `learned`. `work` and `counters` are its sizes and counters."""
+    """Return what repeats a backward of a plan, a Backward; None if its launches were not kept, or read copies, or are
+    not all that it needs. `work` and `counters` are its sizes and counters; `empty_sums` allocates sums for scores."""
     replay = pl.replays.get(unplanned(saved, do, None))
     if replay is None or replay.launches is None or p.recipe.packed or not saved.lse.is_contiguous():
         return None
-    if any(p.wanted) and learned is None:
+    if sink_learns(p) != sink_launched(p) or (sum(p.wanted) > sink_learns(p) and not empty_sums):
         return None
     given, seeded = [*x[:3], *x.extra, *(t for t in saved[:3] if t is not None)], saved.seed is not None
-    return Backward(replay, sizes(p)[2:], work, counters, given, do, len(x.extra), seeded, learned)
+    return Backward(p, replay, work, counters, given, do, seeded, empty_sums)
 
 
 class Backward:
     """A backward's launches, with what they write and what passes between them in one workspace."""
 
     def __init__(
-        self, replay: Replay, grads: Any, sizes: Sequence[Any], counters: Any, given: Sequence[Tensor], do: Tensor,
-        extra: int, seeded: bool, learned: Learns | None,
+        self, p: Problem, replay: Replay, work: Sequence[Any], counters: Any, given: Sequence[Tensor], do: Tensor,
+        seeded: bool, empty_sums: Any,
     ) -> None:  # fmt: skip
-        """`sizes`: those of the workspace's tensors, in the order of the launches; None for one that is left out.
-        `counters`: as in a Forward. `given`: the operands, `extra` of them behind v, o, lse and the seed if there is
-        one."""
-        self.replay, self.grads, self.counters, self.seeded, self.learned = replay, grads, counters, seeded, learned
-        self.wanted = learned.wanted if learned else (False,) * extra
+        """`work`: the sizes of the workspace's tensors, in the order of the launches; None for one that is left out.
+        `counters`: as in a Forward. `given`: the operands, o, lse and the seed if there is one."""
+        self.p, self.replay, self.grads, self.counters, self.seeded = p, replay, sizes(p)[2:], counters, seeded
+        wanted = p.wanted or (False,) * len(p.extra)
+        self.of_extra = [size(t.dtype, *t.shape) if want else None for t, want in zip(p.extra, wanted, strict=True)]
+        self.learns, self.empty_sums = any(wanted), empty_sums or (lambda _: ())
         self.index, self.offsets, end = do.device.index, [], 0
-        for size in sizes:
-            self.offsets.append(None if size is None else end)
-            if size is not None:
-                end += -(-torch.Size(size[0]).numel() * size[2].itemsize // LINE) * LINE
+        for each in work:
+            self.offsets.append(None if each is None else end)
+            if each is not None:
+                end += -(-torch.Size(each[0]).numel() * each[2].itemsize // LINE) * LINE
         self.work = (end,), (1,), torch.uint8
         self.filled: dict[Any, Any] = {}
         self.aligned = aligned([t.data_ptr() for t in (*given, do)])
@@ -157,23 +149,23 @@ class Backward:
         dq, dk, dv = EMPTY(*of_q), EMPTY(*of_k), EMPTY(*of_v)
         addresses = [t.data_ptr() for t in given]
         addresses += do.data_ptr(), dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), work.data_ptr(), stream
-        found: Any = None
-        if self.learned:
-            found, sums = self.learned.allocate()
-            addresses += [t.data_ptr() for t in (*found.extra, *sums) if t is not None]
+        if self.learns:
+            extra = tuple([each and EMPTY(*each) for each in self.of_extra])
+            sums = self.empty_sums(Grads(dq, dk, dv, extra))
+            addresses += [t.data_ptr() for t in (*extra, *sums) if t is not None]
         key = tuple(addresses)
         launches = self.filled.get(key) or self.fill(key)
         if launches is None:
             return None
         launch(launches)
-        if not self.learned:
+        if not self.learns:
             return dq, dk, dv
-        self.learned.add(found, sums)
-        return dq, dk, dv, *found.extra
+        add_sums(self.p, Grads(dq, dk, dv, extra), sums)
+        return dq, dk, dv, *extra
 
     def fill(self, key: tuple[int, ...]) -> Any:
         """Return the launches with all addresses, and keep them; None where they must be made anew."""
-        count = 5 + len(self.wanted) + self.seeded
+        count = 5 + len(self.of_extra) + self.seeded
         given, (do, dq, dk, dv, work, stream, *learned) = key[:count], key[count:]
         counter = () if self.counters is None else (self.counters.get(stream),)
         if None in counter or aligned((*given, do)) != self.aligned:
@@ -181,7 +173,7 @@ class Backward:
         parts = [0 if offset is None else work + offset for offset in self.offsets]
         seeds = () if self.seeded else (0,)
         left = iter(learned)
-        extra = [next(left) if want else 0 for want in self.wanted]
+        extra = [next(left) if each else 0 for each in self.of_extra]
         full = (*given, *seeds, do, 0, *parts, dq, dk, dv, *extra, *left, *counter, stream)
         launches = self.replay.fill(full) or None
         if full in self.replay.filled:  # else its arguments are not packed yet

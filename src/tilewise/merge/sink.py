@@ -19,7 +19,7 @@ def sink_gradient(sink: Tensor, L: Tensor, delta: Tensor) -> Tensor:
 def with_sink(p: Problem, x: Operands, lse: Tensor, grads: Grads, delta: Callable[[], Tensor]) -> Grads:
     """Return the gradients with that of the sink, if it is wanted. `delta` is called for delta in the layout of lse."""
     at = p.sink_at
-    if not p.recipe.sink or grads.extra[at] is None:
+    if not p.recipe.sink or grads.extra[at] is None or p.recipe.backend:  # the back end named has a kernel for it
         return grads
     found = sink_gradient(x.extra[at], lse, delta()).to(x.extra[at].dtype)
     return grads._replace(extra=(*grads.extra[:at], found, *grads.extra[at + 1 :]))

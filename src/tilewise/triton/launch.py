@@ -27,6 +27,7 @@ from ..host.launch import Launch, current_stream
 from ..host.lists import tile_lists
 from ..host.outputs import empty_grads, empty_saved, fill_empty, size
 from ..host.repeat import Backward, repeated_backward
+from ..host.sink import sink_launches
 from ..host.values import device_values, with_lse_shift
 from ..merge.sink import with_sink
 from ..quantize.codes import blocks_of, columns
@@ -69,12 +70,11 @@ def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None,
     saved, dlse = with_contiguous_lse(saved, dlse)
     scratch = empty_scratch(p, x)
     stream = current_stream(x.q.device)
-    sums = empty_sums(p, x, grads, pl.bias) if any(p.wanted) else []
+    sums = empty_sums(p, x, grads, pl.bias)
     tensors = [*x[:3], *x.extra, *saved[:3], do, dlse, *scratch, *grads[:3], *grads.extra, *sums]
     replay = pl.replays[unplanned(saved, do, dlse)]
     replay(stream, tensors, lambda: backward_launches(p, pl, x, saved, do, dlse, scratch, grads, sums))
-    if sums:
-        add_sums(p, grads, sums, lambda: recompute(p, pl, x, saved, do, dlse, scratch, pl.bias), stream)
+    add_sums(p, grads, sums, lambda: recompute(p, pl, x, saved, do, dlse, scratch, pl.bias), stream)
     return with_sink(p, x, saved.lse, grads, lambda: scratch.delta[..., : saved.lse.shape[-1]])
 
 
@@ -123,7 +123,7 @@ def backward_launches(
     p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, scratch: RowValues,
     grads: Grads, sums: Sequence[Tensor | None] = (),
 ) -> Iterator[Launch]:  # fmt: skip
-    """Yield launches for the row values (in scratch), dK and dV, dQ, and tensors of scores that learn."""
+    """Yield launches for the row values (in scratch), the sink, dK and dV, dQ, and tensors of scores that learn."""
     where, lse, key = packed(p, x), saved.lse, unplanned(saved, do, dlse)
     M, N = lengths(p)
     parts, changes, _ = device_values(p, x.extra)
@@ -134,6 +134,7 @@ def backward_launches(
     arguments = (rows(saved.o), rows(do), dlse, lse, *scratch, where, unused(p, grads=grads), M, p.H, tiles)
     sizes = {"d_v": p.D_v, "B_R": delta_rows}
     yield Launch(kernels.attention_backward_delta, heads * tiles, arguments, sizes, pl.compiled, key)
+    yield from sink_launches(p, pl, x, lse, scratch.delta, 1, grads, key)
 
     given = (*(rows(t) for t in (*x[:3], do)), scratch)
     factors, shared = Factors(pl.unit, p.scale, 1.0), (p, pl, x, saved, do, dlse, scratch)

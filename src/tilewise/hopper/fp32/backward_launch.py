@@ -13,6 +13,7 @@ from ...call.problem import Problem, once
 from ...host.arguments import TINY, cdiv, lengths, odd, packed, rows, unplanned, unused
 from ...host.launch import Launch
 from ...host.lists import tile_lists
+from ...host.sink import sink_launches
 from ...host.values import device_values
 from ...tile.ranges import Variant
 from ..descriptors import Descriptor, blocks_box, sums_of_dq, vector
@@ -134,8 +135,8 @@ def launches(
     p: Problem, pl: Any, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, scratch: Scratch, grads: Grads,
     counter: Tensor,
 ) -> list[Launch]:  # fmt: skip
-    """Return the launches in order: split K and V unless saved, list tiles, preprocess, the main kernel, postprocess.
-    Preprocess splits Q and dO and computes row values. The main kernel computes dK, dV and sums of dQ.
+    """Return the launches in order: split K and V unless saved, list tiles, preprocess, the main kernel, postprocess,
+    the sink. Preprocess splits Q and dO and computes row values. The main kernel computes dK, dV and sums of dQ.
 
     Of the plan `pl`, only `compiled` is read. do may have any strides, with adjacent entries in rows.
     """
@@ -143,7 +144,8 @@ def launches(
     before = preprocess_launch(p, pl, x, saved, do, dlse, scratch, grads)
     *listing, main = main_launches(p, pl, x, scratch, grads, counter)
     after = postprocess_launch(p, pl, sizes_of(p).tile, scratch.rows, grads.q, packed(p, x))
-    return [*splits, *listing, before, main, after]
+    sink = sink_launches(p, pl, x, saved.lse, scratch.rows.delta, BLOCK, grads, unplanned(saved, do, dlse))
+    return [*splits, *listing, before, main, after, *sink]
 
 
 def split_launch(p: Problem, pl: Any, x: Operands, keys: Keys, saved: Saved | None = None) -> Launch:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -25,9 +25,10 @@ from ...host.arguments import (
 )
 from ...host.gather import Read, add_sums, addresses, entries_read, gather_of, reads_of, sums_of
 from ...host.launch import Launch, current_stream, multiprocessors
-from ...host.outputs import empty, empty_grads, empty_saved, size
+from ...host.outputs import empty_grads, empty_saved, sizes
 from ...host.plan import Launched, plan_of
-from ...host.repeat import Backward, Learns, repeated, repeated_backward
+from ...host.repeat import Backward, repeated, repeated_backward
+from ...host.sink import sink_launches, sink_learns
 from ...host.values import device_values
 from ...merge.sink import with_sink
 from ...tile.blocks import Tile
@@ -60,7 +61,7 @@ def fits(p: Problem, which: Pass) -> bool:
     """Tell whether the kernels run a pass: there is a row of tiles, and one program gives each sum of what learns."""
     if which is FORWARD or single_tile(p) is None:
         return single_tile(p) is not None
-    return all([_summed(p, read) for read in _reads(p)])
+    return all([_summed(p, read) for read in reads_of(p, p.extra)])
 
 
 def _summed(p: Problem, read: Read) -> bool:
@@ -68,14 +69,6 @@ def _summed(p: Problem, read: Read) -> bool:
     one entry and head alone."""
     alone = read.whole and "h" in read.by
     return read.dims is not None and ("h" not in read.by or p.H == p.H_k) and ("b" not in read.by or alone)
-
-
-def _reads(p: Problem) -> tuple[Read, ...]:
-    return reads_of(p, p.extra) if any(p.wanted) else ()
-
-
-def _sink_learns(p: Problem) -> bool:
-    return p.recipe.sink and any(p.wanted) and p.wanted[p.sink_at]
 
 
 @once
@@ -100,11 +93,11 @@ def pass_plan(p: Problem, which: Pass) -> PassPlan:
 
 
 def repeat_backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor) -> Backward | None:
-    """Return what repeats a backward; None where it reads copies, or the sink learns."""
-    if _sink_learns(p) or any([adjacent(t) is not t for t in (*x[:3], do)]):
+    """Return what repeats a backward; None where it reads copies."""
+    if any([adjacent(t) is not t for t in (*x[:3], do)]):
         return None
-    learned = Learns(p.wanted, lambda: empty_learned(p, pl), partial(add_sums, p)) if any(p.wanted) else None
-    return repeated_backward(p, pl, (None,), x, saved, do, learned=learned)
+    delta = sizes(p)[1] if sink_learns(p) else None
+    return repeated_backward(p, pl, (delta,), x, saved, do, empty_sums=partial(empty_sums, p, pl))
 
 
 def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
@@ -138,7 +131,7 @@ def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None,
     x = with_adjacent_rows(x)
     do = torch.zeros_like(saved.o) if do is None else adjacent(do)
     saved, dlse = with_contiguous_lse(saved, dlse)
-    delta = torch.empty_like(saved.lse) if _sink_learns(p) else None
+    delta = torch.empty_like(saved.lse) if sink_learns(p) else None
     sums = empty_sums(p, pl, grads)
     tensors = [*x[:3], *x.extra, *saved[:3], do, dlse, delta, *grads[:3], *grads.extra, *sums]
     stream = current_stream(x.q.device)
@@ -150,17 +143,9 @@ def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None,
 
 def empty_sums(p: Problem, pl: Plan, grads: Grads) -> list[Tensor]:
     """Allocate the sums of each program; those without a head are summed over heads, too."""
-    reads = _reads(p)
+    reads = reads_of(p, p.extra)
     parts = [1 if "b" in read.by else pl.parts * (1 if "h" in read.by else p.H_k) for read in reads]
     return [sums_of(read, grads, count) for read, count in zip(reads, parts, strict=True)]
-
-
-def empty_learned(p: Problem, pl: Plan) -> tuple[Grads, list[Tensor]]:
-    """Allocate gradients of what learns, and the sums of each program."""
-    each = zip(p.extra, p.wanted, strict=True)
-    extra = tuple([empty(size(t.dtype, *t.shape), t.device) if want else None for t, want in each])
-    grads: Any = Grads(None, None, None, extra)  # type: ignore[arg-type]
-    return grads, empty_sums(p, pl, grads)
 
 
 def learned_of(p: Problem, x: Operands, read: Read, sums: Tensor) -> Learned:
@@ -173,8 +158,8 @@ def backward_launches(
     p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, delta: Tensor | None,
     grads: Grads, sums: Sequence[Tensor],
 ) -> Iterator[Launch]:  # fmt: skip
-    """Yield the launch."""
-    reads = _reads(p)
+    """Yield the launch, and one for the sink."""
+    reads = reads_of(p, p.extra)
     learned = tuple([learned_of(p, x, read, own) for read, own in zip(reads, sums, strict=True)])
     arguments = (
         *map(rows, (*x[:3], saved.o)), RowValues(saved.lse, dlse, delta), rows(do), tuple(map(rows, grads[:3])),
@@ -184,3 +169,4 @@ def backward_launches(
     constants = {"ways": ways, "tile": pl.tile, **pl.backward.options(num_stages=pl.backward.stages)}
     key = unplanned(saved, do, dlse), tuple([(own.dtype, own.data_ptr() % 16) for own in sums])
     yield Launch(attention_backward_single, p.H_k * pl.parts, arguments, constants, pl.compiled, key)
+    yield from sink_launches(p, pl, x, saved.lse, delta, 1, grads, key)
