@@ -264,7 +264,8 @@ def describe_backward(p: Problem, pl: Plan) -> list[str]:
 
 def in_pieces(tile: Any) -> list[str]:
     """Tell of rows in several pieces."""
-    if len(pieces_of(tile.D)) == 1:
+    pieces: Any = pieces_of(tile.D)
+    if len(pieces) == 1:
         return []
     return [f"rows of {tile.D} and {tile.D_V} columns in pieces, which no GPU has run"]
 
