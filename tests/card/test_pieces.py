@@ -140,7 +140,8 @@ def contenders(D, D_v, N=8192, H=16, B=2):
 
 
 BARS = {
-    "latents": {("cudnn", "forward"): 1.0, ("cudnn", "backward"): 1.0}, "96": {("128", "forward"): 0.95},
+    "latents": {("cudnn", "forward"): 1.0, ("cudnn", "backward"): 1.0},
+    "96": {("128", "forward"): 0.95, ("128", "backward"): 0.95},
     "160": {("cudnn", "forward"): 1.05}, "192": {("cudnn", "forward"): 1.05}, "224": {("cudnn", "forward"): 1.05},
 }  # fmt: skip
 """The least share of another's rate, in operations that the caller asks for."""

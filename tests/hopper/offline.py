@@ -52,7 +52,7 @@ CALLS = {
 """What is compiled of each head size: every row of the tables, and every kind of kernel once."""
 
 
-PADDED = 96, 160, 224
+PADDED = 160, 224
 """Head sizes whose backward runs on rows of the next power of two, which others compile."""
 
 

@@ -131,7 +131,7 @@ def rehearse_backward(p: Problem, x: Operands, seen: torch.Tensor, programs: int
     rows = ("q", tile.B_R, wide), ("do", tile.B_R, of_v), ("k", of_keys, wide), ("v", of_keys, of_v)
     q, do, k, v = (Box(name, 2 * count * width, [1, 1, count, width]) for name, count, width in rows)
     L, D = (Box(name, 4 * tile.B_R) for name in "LD")
-    dQ, dK, dV = map(Box, ("dq", "dk", "dv"))
+    dQ, dK, dV = (Box(name, 0, [8 if tile.D % 64 else 16, 256]) for name in ("dq", "dk", "dv"))
     if not fp32:
         dK.block_shape, dV.block_shape = (box.block_shape for box in plan(p).boxes[7:])
     done = Pointer([0] * heads)

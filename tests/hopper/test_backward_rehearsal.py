@@ -57,7 +57,7 @@ def faults(found: Rehearsal, H_k, sequences) -> Iterator[str]:
             yield f"{where} needs the mask"
     yield from (f"query head {h} meets key head {h_k}" for h, h_k in read.pairs if h * H_k // H != h_k)
     loops = Counter((h, i) for h, i, _ in read.lists)
-    pieces = tile.D * tile.B_R // 4096
+    pieces = tile.D * tile.B_R // read.block // 256
     for where, number in numbers.items():
         for piece in range(pieces):  # of a single one, both groups add their part
             if read.adds[number * pieces + piece] != loops[where] * (2 if pieces == 1 else 1):
@@ -68,7 +68,7 @@ def faults(found: Rehearsal, H_k, sequences) -> Iterator[str]:
         if read.boxes[box] != 1 + both:
             yield f"{box} is stored {read.boxes[box]} times"
         size = tile.D if read.fp32 or box[0] == "dk" else tile.D_V
-        step = min(128, width_of_box(size)) if halves else size
+        step = min(128, width_of_box(size)) if halves else width_of_box(size)
         if read.columns[box] != set(range(0, size, step)):
             yield f"{box} is stored from columns {read.columns[box]} on"
 
@@ -84,6 +84,8 @@ class Reader:
     def __init__(self, sequences, tile, keys, queries):
         self.sequences, self.tile, self.keys, self.queries = sequences, tile, keys, queries
         self.fp32 = hasattr(tile, "PIECES")
+        self.block = 8 if tile.D % 64 else 16
+        """Rows of a box of dQ's sums."""
         self.products, self.placed, self.asked, self.adds, self.boxes = (Counter() for _ in range(5))
         self.lists, self.pairs, self.columns = set(), set(), defaultdict(set)
 
@@ -114,7 +116,7 @@ class Reader:
 
     def added(self, row):
         """A piece of dQ."""
-        self.adds[row // 16] += 1
+        self.adds[row // self.block] += 1
 
     def stored(self, name, _, h_k, row, column):
         """Rows of dK or dV."""
@@ -131,21 +133,22 @@ def test_every_tile_is_multiplied_once(mask, D, H_k):
 
 
 @pytest.mark.parametrize("H_k", [8, 2, 1])
-@pytest.mark.parametrize("sizes", [(192, 128), (184, 120), (176, 176)], ids=str)
+@pytest.mark.parametrize("sizes", [(192, 128), (184, 120), (176, 176), (96, 96), (72, 80)], ids=str)
 @pytest.mark.parametrize("mask", ["full", "causal", "window", "blocks"])
 def test_head_sizes_in_pieces(mask, sizes, H_k):
     D, D_v = sizes
     for given in ({}, {"deterministic": mask != "blocks"}, {"dropout": 0.1}, {"out_dtype": torch.float32}):
         tile, wrong = rehearsed(512, 512, D, H_k, MASKS[mask], D_v=D_v, backend="hopper", **given)
         assert not wrong
-        assert (tile.D, tile.D_V) == (192, 128 if D_v <= 128 else 192)
+        assert (tile.D, tile.D_V) == (96, 96) if D <= 96 else (192, 128 if D_v <= 128 else 192)
 
 
+@pytest.mark.parametrize("sizes", [(192, 128), (96, 96)], ids=str)
 @pytest.mark.parametrize("mask", ["full", "causal", "window"])
-def test_packed_sequences_in_pieces(mask):
+def test_packed_sequences_in_pieces(mask, sizes):
     layout, sequences = packed(MASKS[mask])
-    last = int(ENDS[-1])
-    p, x = call(last, last, 192, H, 2, batch=(), mask=MASKS[mask], layout=layout, D_v=128, backend="hopper")
+    last, (D, D_v) = int(ENDS[-1]), sizes
+    p, x = call(last, last, D, H, 2, batch=(), mask=MASKS[mask], layout=layout, D_v=D_v, backend="hopper")
     assert not list(faults(rehearse_backward(p, x, torch.empty(0), 3, 1), 2, sequences))
 
 

@@ -45,9 +45,9 @@ def vector(t: Tensor, size: int, times: int = 1) -> Descriptor:
     return Descriptor(t, Box([t.numel() * times], [1], [size], LINE))
 
 
-def sums_of_dq(t: Tensor) -> Descriptor:
-    """Describe sums of dQ, in boxes of 16 x 256."""
-    return Descriptor(t, Box([t.numel() // 256, 256], [256, 1], [16, 256], PIECE))
+def sums_of_dq(t: Tensor, rows: int = 16) -> Descriptor:
+    """Describe sums of dQ, in boxes of rows x 256."""
+    return Descriptor(t, Box([t.numel() // 256, 256], [256, 1], [rows, 256], PIECE))
 
 
 def box(shape: Sequence[int], stride: Sequence[int], rows: int, columns: int, p: Problem) -> Box:

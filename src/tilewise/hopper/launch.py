@@ -140,7 +140,7 @@ def main_launch(
     dO = Descriptor(do, box(do.shape, do.stride(), row.B_r, width_of_box(pl.backward_tile.D_V), p))
     arguments = (
         Q, K, V, dO, vector(scratch.logs, row.B_r, 1 if scratch.shift is None else 2), vector(scratch.delta, row.B_r),
-        sums_of_dq(scratch.dq), dK, dV,
+        sums_of_dq(scratch.dq, 8 if pl.backward_tile.D % 64 else 16), dK, dV,
         (rows(grads.k), rows(grads.v)) if wide or where is not None else (None, None), scratch, counter, where,
         variant, odd_counts(shape),
     )  # fmt: skip
@@ -158,7 +158,8 @@ def order_launch(p: Problem, pl: Any, tile: Any, scratch: Scratch, where: Packed
 
 def postprocess_launch(p: Problem, pl: Any, tile: Any, scratch: Scratch, dq: Tensor, where: Packed | None) -> Launch:
     """Return the postprocess launch, which computes dQ from its sums."""
-    tiles = cdiv(p.M, tile.B_R) * tile.B_R * tile.D // 4096
+    pieces = tile.D // 64 if tile.D % 64 == 0 else 1
+    tiles = cdiv(p.M, tile.B_R) * tile.B_R // 64 * pieces
     arguments = (
         scratch.dq, rows(dq), scratch.done, where, p.scale, *lengths(p), p.H, tiles, cdiv(p.N, tile.B_C),
         p.query_blocks(tile.B_R), tile.GROUP,

@@ -18,14 +18,27 @@ from ...tile.gradients import seen
 from ...tile.masks import query_range_of
 from ...tile.scores import Entries, apply_scores, scores_backward
 from ...tile.softmax import LN2, probabilities
-from ..parts.channel import arrive, end_block, stage, stage_in_loop, wait
+from ..parts.channel import arrive, end_block, stage, wait
 from ..parts.dropout_bits import apply_bits, apply_dropout, read_bits
+from ..parts.pieces import (
+    as_factor_of,
+    contract,
+    expand,
+    halves_of,
+    rows_of,
+    scaled,
+    tile_at,
+    tile_in_loop,
+    wait_for,
+    wait_for_both,
+    zeros_of,
+)
 from ..parts.queue import receive_tile
 from ..parts.ragged import zero_keys, zero_queries
 from ..parts.threads import as_tile, by_thread, positions
 from .gqa_reduce import add_partials, by_register
 from .keys import Step, exists, first_step, is_partial, keys_of, next_step, part_at, part_of, place_of, within
-from .outputs import memory_of_gradients, store_gradient, wait_stores
+from .outputs import memory_of_gradients, store_pieces, wait_stores
 
 
 @gluon.jit
@@ -130,20 +143,19 @@ def row_block(W: gl.constexpr, n, y, dv, place, j0, partial, shared, call, tile:
     dtype: gl.constexpr = shared.k[0].dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B_R, 16])
     row_layout: gl.constexpr = gl.SliceLayout(0, s_layout)
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16]), 2)
     zero = gl.zeros([64, B_R], gl.float32, s_layout)
     zero_queries(place, call.packed, shared, y, tile)
-    q = stage(shared.q.memory[0], y).reshape([B_R, D])
-    do = stage(shared.do.memory[0], y).reshape([B_R, D])
-    k = stage_in_loop(shared.k[0], n, y).reshape([tile.B_C, D])
-    v = stage_in_loop(shared.v[0], 0, y).reshape([tile.B_C, D])
+    q = tile_at(shared.q.memory, y)
+    do = tile_at(shared.do.memory, y)
+    k = tile_in_loop(shared.k, n, y)
+    v = tile_in_loop(shared.v, 0, y)
     wait(shared.q.full, y)
-    S = warpgroup_mma(k.slice(64 * W, 64, 0), q.permute((1, 0)), zero, use_acc=False, is_async=True)
+    S = contract(rows_of(k, 64 * W), q, zero)
     wait(shared.do.full, y)
-    dP = warpgroup_mma(v.slice(64 * W, 64, 0), do.permute((1, 0)), zero, use_acc=False, is_async=True)
+    dP = contract(rows_of(v, 64 * W), do, zero)
     logs = stage(shared.logs, y).load(row_layout)
     words = read_bits(shared.bits, y, 64 * W, zero)
-    S = warpgroup_mma_wait(1, [S])
+    S = warpgroup_mma_wait(len(v), [S])
     P = tile_probabilities(S, logs, place, j0, partial, call.variant, shared, call.shape.unit, y)
     if tile.GROUP > 1 and W == 0:  # else ptxas has both groups wait for dP above their exponentials
         end_block(y)
@@ -154,9 +166,9 @@ def row_block(W: gl.constexpr, n, y, dv, place, j0, partial, shared, call, tile:
         p16, P = rounded(P, dtype)
     else:
         p16 = P.to(dtype)
-    p = gl.convert_layout(apply_dropout(p16, words, call.variant), p_layout)
+    p = as_factor_of(apply_dropout(p16, words, call.variant), dv[0])
     dP = warpgroup_mma_wait(0, [dP])
-    dv = warpgroup_mma(p, do, dv, is_async=True)
+    dv = expand(p, do, dv)
     if LATE:  # 16 or 32 registers fewer while S and dP are alive
         delta = stage(shared.delta, y).load(row_layout)
         if len(call.variant.scores) > 0:
@@ -170,16 +182,21 @@ def row_block(W: gl.constexpr, n, y, dv, place, j0, partial, shared, call, tile:
 
 
 @gluon.jit
-def dq_piece(ds, k, W: gl.constexpr, layout: gl.constexpr):
-    """Start group W's piece of dQ = dS K: half of 128 rows, half of 128 columns, or else its own keys' part."""
-    zero = gl.zeros([64, 64], gl.float32, layout)
-    if ds.shape[1] == 128:
-        return warpgroup_mma(ds.slice(64 * W, 64, 1).permute((1, 0)), k, zero, use_acc=False, is_async=True)
-    elif k.shape[1] == 128:
-        return warpgroup_mma(ds.permute((1, 0)), k.slice(64 * W, 64, 1), zero, use_acc=False, is_async=True)
+def dq_block(ds, k, W: gl.constexpr, tile: gl.constexpr):
+    """Start group W's block of dQ = dS K: half of 128 rows, half of 128 columns or a piece of fewer, or else its own
+    keys' part."""
+    COLUMNS: gl.constexpr = 32 if tile.D == 96 and W == 1 else 64
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    zero = gl.zeros([64, COLUMNS], gl.float32, layout)
+    if tile.B_R == 128:
+        return warpgroup_mma(ds.slice(64 * W, 64, 1).permute((1, 0)), k[0], zero, use_acc=False, is_async=True)
+    elif tile.D == 128:
+        return warpgroup_mma(ds.permute((1, 0)), k[0].slice(64 * W, 64, 1), zero, use_acc=False, is_async=True)
+    elif tile.D == 96:
+        return warpgroup_mma(ds.permute((1, 0)), k[W], zero, use_acc=False, is_async=True)
     else:
         own = ds.slice(64 * W, 64, 0).permute((1, 0))
-        return warpgroup_mma(own, k.slice(64 * W, 64, 0), zero, use_acc=False, is_async=True)
+        return warpgroup_mma(own, k[0].slice(64 * W, 64, 0), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -205,36 +222,37 @@ def store_zero_ds(W: gl.constexpr, y, shared):
 
 
 @gluon.jit
-def skip_tile(W: gl.constexpr, n, y, shared, dq_layout: gl.constexpr, tile: gl.constexpr):
-    """Skip use y in group W, but compute its piece of dQ. Return the next use."""
+def skip_tile(W: gl.constexpr, n, y, shared, tile: gl.constexpr):
+    """Skip use y in group W, but compute its block of dQ. Return the next use."""
     release_tile(y, shared)
     store_zero_ds(W, y, shared)
     arrive(shared.ds.full, y)
     wait(shared.ds.full, y)
-    k = stage_in_loop(shared.k[0], n, y).reshape([tile.B_C, tile.D])
-    send_dq(warpgroup_mma_wait(0, [dq_piece(stage(shared.ds.memory, y), k, W, dq_layout)]), shared, y, W)
+    k = tile_in_loop(shared.k, n, y)
+    send_dq(warpgroup_mma_wait(0, [dq_block(stage(shared.ds.memory, y), k, W, tile)]), shared, y, W)
     return y + 1
 
 
 @gluon.jit
-def skip_next_tile(W: gl.constexpr, n, y, shared, dq_layout: gl.constexpr, tile: gl.constexpr):
-    """Skip use y + 1 in group W, but compute its piece of dQ of use y."""
+def skip_next_tile(W: gl.constexpr, n, y, shared, tile: gl.constexpr):
+    """Skip use y + 1 in group W, but compute its block of dQ of use y."""
     release_tile(y + 1, shared)
     wait(shared.ds.full, y)
     store_zero_ds(W, y + 1, shared)
-    k = stage_in_loop(shared.k[0], n, y).reshape([tile.B_C, tile.D])
-    dq = warpgroup_mma_wait(0, [dq_piece(stage(shared.ds.memory, y), k, W, dq_layout)])
+    k = tile_in_loop(shared.k, n, y)
+    dq = warpgroup_mma_wait(0, [dq_block(stage(shared.ds.memory, y), k, W, tile)])
     arrive(shared.ds.full, y + 1)
     send_dq(dq, shared, y, W)
 
 
 @gluon.jit
 def send_dq(dq, shared, y, W: gl.constexpr):
-    """Send a piece of dQ to the writer warp in register order: 16-byte stores without bank conflicts. Postprocess
+    """Send a block of dQ to the writer warp in register order: 16-byte stores without bank conflicts. Postprocess
     restores the order."""
-    x = by_register(dq).reshape([16, 256])
+    ROWS: gl.constexpr = dq.shape[1] // 4
+    x = by_register(dq).reshape([ROWS, 256])
     mbarrier.wait(shared.dq.empty.index(W), (y & 1) ^ 1)
-    shared.dq.memory.index(W).store(x)
+    shared.dq.memory.index(W).slice(0, ROWS, 0).store(x)
     fence_async_shared()
     mbarrier.arrive(shared.dq.full.index(W))
 
@@ -242,26 +260,20 @@ def send_dq(dq, shared, y, W: gl.constexpr):
 @gluon.jit
 def next_tile(W: gl.constexpr, n, y, dk, dv, step, keys, partial, shared, call, tile: gl.constexpr):
     """Add one more query tile, use y + 1, to dK and dV, and compute group W's piece of dQ of the tile before."""
-    B_R: gl.constexpr = tile.B_R
-    B_C: gl.constexpr = tile.B_C
-    D: gl.constexpr = tile.D
-    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    a_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
-    place = place_of(step, keys, call, B_R)
+    place = place_of(step, keys, call, tile.B_R)
     j0 = keys.j0 + 64 * W
     dv_next, ds = row_block(W, n, y + 1, dv, place, j0, partial, shared, call, tile)
     # both halves of the previous dS are there, and both groups are done with the one before that
     wait(shared.ds.full, y)
     stage(shared.ds.memory, y + 1).slice(64 * W, 64, 0).store(ds)
     fence_async_shared()
-    dq = dq_piece(stage(shared.ds.memory, y), stage_in_loop(shared.k[0], n, y).reshape([B_C, D]), W, dq_layout)
-    q = stage(shared.q.memory[0], y + 1).reshape([B_R, D])
-    dk_next = warpgroup_mma(gl.convert_layout(ds, a_layout), q, dk, is_async=True)
-    dv, dq = warpgroup_mma_wait(1, [dv_next, dq])
+    dq = dq_block(stage(shared.ds.memory, y), tile_in_loop(shared.k, n, y), W, tile)
+    dk_next = expand(ds, tile_at(shared.q.memory, y + 1), dk)
+    dv, dq = wait_for_both(len(dk), dv_next, dq)
     arrive(shared.ds.full, y + 1)
     arrive(shared.do.empty, y + 1)
     send_dq(dq, shared, y, W)
-    dk = warpgroup_mma_wait(0, [dk_next])
+    dk = wait_for(0, dk_next)
     arrive(shared.q.empty, y + 1)
     return dk, dv
 
@@ -274,8 +286,7 @@ def next_tile_of_part(W: gl.constexpr, n, y, dk, dv, step, part, keys, shared, c
         if within(step, part):
             dk, dv = next_tile(W, n, y, dk, dv, step, keys, partial, shared, call, tile)
         else:
-            dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-            skip_next_tile(W, n, y, shared, dq_layout, tile)
+            skip_next_tile(W, n, y, shared, tile)
     else:
         dk, dv = next_tile(W, n, y, dk, dv, step, keys, partial, shared, call, tile)
     return dk, dv
@@ -283,20 +294,15 @@ def next_tile_of_part(W: gl.constexpr, n, y, dk, dv, step, part, keys, shared, c
 
 @gluon.jit
 def key_half(W: gl.constexpr, dK, dV, gqa_sums, shared, call, tile: gl.constexpr):
-    """Compute rows 64 W to 64 W + 63 of dK and dV for every key tile, and group W's pieces of dQ."""
-    B_C: gl.constexpr = tile.B_C
-    D: gl.constexpr = tile.D
-    acc: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    a_layout: gl.constexpr = gl.DotOperandLayout(0, acc, 2)
+    """Compute rows 64 W to 64 W + 63 of dK and dV for every key tile, and group W's blocks of dQ."""
     y = 0
     n = 0
     t = receive_tile(shared.tile_ids, n, 4)
     while t < call.shape.tiles * call.shape.heads:
         keys = keys_of(t, call, tile)
         j0 = keys.j0 + 64 * W
-        dk = gl.zeros([64, D], gl.float32, acc)
-        dv = gl.zeros([64, D], gl.float32, acc)
+        dk = zeros_of(64, tile.D)
+        dv = zeros_of(64, tile.D_V)
         wait(shared.kv.full, n)
         wait_stores()  # the gradients of the keys before, meanwhile
         zero_keys(keys, call.packed, shared, n, tile)
@@ -305,7 +311,7 @@ def key_half(W: gl.constexpr, dK, dV, gqa_sums, shared, call, tile: gl.constexpr
         left_out = 0
         if tile.HALF_LOOPS:
             while exists(step) & ~within(step, part):
-                y = skip_tile(W, n, y, shared, dq_layout, tile)
+                y = skip_tile(W, n, y, shared, tile)
                 step = next_step(step, keys, call.variant, tile)
             if tile.GROUP == 1:  # then loop over its part only, and stand by for the rest afterwards
                 left_out = step.loop.hi - gl.maximum(step.x, part.hi)
@@ -316,11 +322,10 @@ def key_half(W: gl.constexpr, dK, dV, gqa_sums, shared, call, tile: gl.constexpr
             stage(shared.ds.memory, y).slice(64 * W, 64, 0).store(ds)
             fence_async_shared()
             arrive(shared.ds.full, y)
-            q = stage(shared.q.memory[0], y).reshape([tile.B_R, D])
-            dk_next = warpgroup_mma(gl.convert_layout(ds, a_layout), q, dk, is_async=True)
-            dv = warpgroup_mma_wait(1, [dv_next])
+            dk_next = expand(ds, tile_at(shared.q.memory, y), dk)
+            dv = wait_for(len(dk), dv_next)
             arrive(shared.do.empty, y)
-            dk = warpgroup_mma_wait(0, [dk_next])
+            dk = wait_for(0, dk_next)
             arrive(shared.q.empty, y)
             step = next_step(step, keys, call.variant, tile)
             while exists(step):
@@ -335,28 +340,26 @@ def key_half(W: gl.constexpr, dK, dV, gqa_sums, shared, call, tile: gl.constexpr
             if tile.K_STAGES > 1:  # V is free, and the next K has another stage
                 arrive(shared.kv.empty, 0)
             wait(shared.ds.full, y)
-            dq_last = dq_piece(
-                stage(shared.ds.memory, y), stage_in_loop(shared.k[0], n, y).reshape([B_C, D]), W, dq_layout
-            )
+            dq_last = dq_block(stage(shared.ds.memory, y), tile_in_loop(shared.k, n, y), W, tile)
             send_dq(warpgroup_mma_wait(0, [dq_last]), shared, y, W)
             y += 1
         elif tile.K_STAGES > 1:
             arrive(shared.kv.empty, 0)
         for _ in range(left_out):
-            y = skip_tile(W, n, y, shared, dq_layout, tile)
+            y = skip_tile(W, n, y, shared, tile)
         if tile.K_STAGES == 1:
             arrive(shared.kv.empty, 0)
         of_dk, of_dv = memory_of_gradients(W, n, dK, shared, tile)
         mbarrier.wait(shared.dq.empty.index(W), (y & 1) ^ 1)
         if call.variant.dropout is not None:
-            dv = dv * call.variant.dropout.rescale
-        parts, last = add_partials(W, (dk, dv), keys, gqa_sums, call, tile)
+            dv = scaled(dv, call.variant.dropout.rescale)
+        parts, last = add_partials(W, dk + dv, keys, gqa_sums, call, tile)
         if last:
-            dk, dv = parts
-            store_gradient(dK, dk * call.shape.factor, keys, call.packed, j0, call.shape.d, 0, of_dk)
+            dk, dv = halves_of(parts)
+            store_pieces(dK, scaled(dk, call.shape.factor), keys, call.packed, j0, call.shape.d, of_dk, tile.D)
             if tile.K_STAGES == 1:
                 wait_stores()
-            store_gradient(dV, dv, keys, call.packed, j0, call.shape.d_v, 0, of_dv)
+            store_pieces(dV, dv, keys, call.packed, j0, call.shape.d_v, of_dv, tile.D_V)
         n += 1
         t = receive_tile(shared.tile_ids, n, 4)
     wait_stores()

@@ -219,9 +219,17 @@ def count_done(done, keys, shape, tile: gl.constexpr):
 
 
 @gluon.jit
+def add_block(dQ, row, memory, ROWS: gl.constexpr):
+    """Start to add a block's ROWS to the sums from `row` on, in boxes of TMA."""
+    IN_BOX: gl.constexpr = dQ.block_type.shape[0]
+    for r in gl.static_range(ROWS // IN_BOX):
+        triton_compat.reduce_add(dQ, [row + r * IN_BOX, 0], memory.slice(r * IN_BOX, IN_BOX, 0))
+
+
+@gluon.jit
 def add_dq(dQ, scratch, shared, call, tile: gl.constexpr):
     """Run the writer warp: add each group's blocks of dQ as they come, or in order where dQ is deterministic."""
-    IN_ALL: gl.constexpr = tile.D * tile.B_R // 4096  # blocks in a query tile; both groups add to it if it is one
+    ROWS: gl.constexpr = tile.D * tile.B_R // 256  # of sums in a query tile; if 16, both groups add to all
     FIRST: gl.constexpr = blocks_of_dq(0, tile)
     y = 0
     n = 0
@@ -240,9 +248,9 @@ def add_dq(dQ, scratch, shared, call, tile: gl.constexpr):
             for n_dq in gl.static_range(blocks_of_dq(1, tile)):
                 for w in gl.static_range(0 if n_dq < FIRST else 1, 2):
                     mbarrier.wait(shared.dq.full.index(w), y * blocks_of_dq(w, tile) + n_dq & 1)
-                    row = (block * IN_ALL + (w * FIRST + n_dq) % IN_ALL) * 16
-                    triton_compat.reduce_add(dQ, [row, 0], shared.dq.memory.index(w))
-                    if tile.SEMAPHORE_TILES and IN_ALL == 1:
+                    row = block * ROWS + 16 * (w * FIRST + n_dq) % ROWS
+                    add_block(dQ, row, shared.dq.memory.index(w), min(16, ROWS - 16 * w * FIRST % ROWS))
+                    if tile.SEMAPHORE_TILES and ROWS == 16:
                         wait_reductions()
                 if n_dq < FIRST:
                     tma.store_wait(1)

@@ -8,6 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..parts import triton_compat
 from ..parts.channel import stage
+from ..parts.pieces import pieces_of
 from ..parts.ragged import store_inside
 
 
@@ -18,6 +19,30 @@ class Gradient(NamedTuple):
     """Describes it to TMA."""
     rows: object
     """Holds its strides, for gradients in fp32 and the ragged tails of packed sequences; else None."""
+
+
+@gluon.jit
+def store_pieces(G, pieces, keys, packed, row, d, buffer, COLUMNS: gl.constexpr):
+    """Store 64 rows of dK or dV, box after box through `buffer`."""
+    PIECES: gl.constexpr = pieces_of(COLUMNS)
+    column = 0
+    for p in gl.static_range(len(PIECES)):
+        store_boxes(G, pieces[p], keys, packed, row, d, column, buffer, PIECES[p] // G.box.block_shape[3], p == 0)
+        column += PIECES[p]
+
+
+@gluon.jit
+def store_boxes(G, x, keys, packed, row, d, column, buffer, COUNT: gl.constexpr, FIRST: gl.constexpr):
+    """Store a piece in COUNT boxes; but for the FIRST of all, each waits for `buffer`."""
+    if COUNT == 1:
+        if not FIRST:
+            wait_stores()
+        store_gradient(G, x, keys, packed, row, d, column, buffer)
+    else:
+        HALF: gl.constexpr = COUNT // 2 * G.box.block_shape[3]
+        left, right = x.reshape([64, 2, HALF]).permute((0, 2, 1)).split()
+        store_boxes(G, left, keys, packed, row, d, column, buffer, COUNT // 2, FIRST)
+        store_boxes(G, right, keys, packed, row, d, column + HALF, buffer, COUNT // 2, False)
 
 
 @gluon.jit
@@ -57,9 +82,11 @@ def memory_of_gradients(W: gl.constexpr, n, dK, shared, tile: gl.constexpr):
     elif tile.D == 64:
         halves = triton_compat.reinterpret(piece, dK.box.dtype, [2] + dK.box.block_shape, dK.box.layout)
         return halves.index(0), halves.index(1)
-    else:
+    elif tile.D == 128:
         halves = triton_compat.reinterpret(stage(shared.k[0], n), dK.box.dtype, [2] + dK.box.block_shape, dK.box.layout)
         return halves.index(W), piece
+    else:
+        return stage(shared.k[W], n), piece
 
 
 @gluon.jit

@@ -36,7 +36,7 @@ def attention_backward_preprocess(
     ROWS: tl.constexpr = tile.ROWS
     WIDTH: tl.constexpr = tile.WIDTH
     SIZE: tl.constexpr = tile.SIZE
-    STEP: tl.constexpr = WIDTH if SIZE % WIDTH == 0 else 64
+    STEP: tl.constexpr = WIDTH if SIZE % WIDTH == 0 else 64 if SIZE % 64 == 0 else 32
     fill_unused(unused, packed, tl.arange(0, 16)[:, None], tl.arange(0, 64)[None, :])
     for first in range(tl.program_id(0).to(tl.int64) * 256, semaphores, tl.num_programs(0).to(tl.int64) * 256):
         n = first + tl.arange(0, 256)

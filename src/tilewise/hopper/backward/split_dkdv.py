@@ -15,20 +15,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..parts.channel import arrive, stage, wait
 from ..parts.dropout_bits import apply_bits, apply_dropout, read_bits
-from ..parts.pieces import contract, expand, pieces_of, scaled, tile_at, tile_of, wait_for
+from ..parts.pieces import contract, expand, pieces_of, scaled, tile_at, tile_of, wait_for, wait_for_both, zeros_of
 from ..parts.queue import receive_tile
 from ..parts.ragged import zero_keys, zero_queries
 from .gqa_reduce import add_partials
 from .gradients import gradient, send_dq, tile_probabilities
 from .keys import exists, first_step, is_partial, keys_of, next_step, place_of
-from .outputs import store_gradient, wait_stores
+from .outputs import store_pieces, wait_stores
 
 
 @gluon.constexpr_function
 def blocks_of_dq(W, tile):
-    """Count the 64 x 64 blocks of a query tile's dQ that group W computes: half of them, the second group more. It is
-    one where both groups add to a single block."""
-    in_all = tile.D * tile.B_R // 4096
+    """Count the 64 x 64 blocks of a query tile's dQ that group W computes: half of them, the second group more, or one
+    with fewer columns. It is one where both groups add to a single block."""
+    in_all = -(-tile.D * tile.B_R // 4096)
     return max(1, in_all // 2 if W == 0 else in_all - in_all // 2)
 
 
@@ -48,55 +48,6 @@ def dq_columns(ds, k, COLUMN: gl.constexpr, tile: gl.constexpr):
     zero = gl.zeros([64, 64], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
     columns = k[at[0]].slice(COLUMN - at[1], 64, 1)
     return warpgroup_mma(ds.permute((1, 0)), columns, zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def store_pieces(G, pieces, keys, packed, d, buffer, COLUMNS: gl.constexpr):
-    """Store 64 rows of dK or dV, box after box."""
-    PIECES: gl.constexpr = pieces_of(COLUMNS)
-    column = 0
-    for p in gl.static_range(len(PIECES)):
-        store_boxes(G, pieces[p], keys, packed, d, column, buffer, PIECES[p] // G.box.block_shape[3])
-        column += PIECES[p]
-
-
-@gluon.jit
-def store_boxes(G, x, keys, packed, d, column, buffer, COUNT: gl.constexpr):
-    """Store 64 rows of a piece, in one box or two."""
-    if COUNT == 1:
-        store_gradient(G, x, keys, packed, keys.j0, d, column, buffer)
-        wait_stores()
-    else:
-        HALF: gl.constexpr = COUNT // 2 * G.box.block_shape[3]
-        left, right = x.reshape([64, 2, HALF]).permute((0, 2, 1)).split()
-        store_boxes(G, left, keys, packed, d, column, buffer, COUNT // 2)
-        store_boxes(G, right, keys, packed, d, column + HALF, buffer, COUNT // 2)
-
-
-@gluon.jit
-def zeros_of(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Return zeros for each piece of a gradient's columns."""
-    PIECES: gl.constexpr = pieces_of(COLUMNS)
-    found = ()
-    for p in gl.static_range(len(PIECES)):
-        found += (zeros_of_piece(ROWS, PIECES[p]),)
-    return found
-
-
-@gluon.jit
-def zeros_of_piece(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Return zeros that lie as a product of so many columns does."""
-    return gl.zeros([ROWS, COLUMNS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16]))
-
-
-@gluon.jit
-def wait_for_both(pieces, x):
-    """Wait until the products of all pieces are complete, and another."""
-    found = warpgroup_mma_wait(0, pieces + (x,))
-    complete = ()
-    for p in gl.static_range(len(pieces)):
-        complete += (found[p],)
-    return complete, found[len(pieces)]
 
 
 @gluon.jit
@@ -139,7 +90,7 @@ def dv_group(dV, gqa_sums, shared, call, tile: gl.constexpr):
             dv = expand(p, tile_at(shared.do.memory, y), dv)
             wait(shared.ds.full, y)
             dq = dq_columns(shared.ds.memory, k, 0, tile)
-            dv, dq = wait_for_both(dv, dq)
+            dv, dq = wait_for_both(0, dv, dq)
             if BLOCKS == 2:
                 dq_second = dq_columns(shared.ds.memory, k, 64, tile)
             arrive(shared.do.empty, y)
@@ -154,7 +105,8 @@ def dv_group(dV, gqa_sums, shared, call, tile: gl.constexpr):
             dv = scaled(dv, call.variant.dropout.rescale)
         parts, last = add_partials(0, dv, keys, gqa_sums, call, tile)
         if last:
-            store_pieces(dV, parts, keys, call.packed, call.shape.d_v, shared.dq.memory.index(0), tile.D_V)
+            store_pieces(dV, parts, keys, call.packed, keys.j0, call.shape.d_v, shared.dq.memory.index(0), tile.D_V)
+            wait_stores()
         n += 1
         t = receive_tile(shared.tile_ids, n, 4)
 
@@ -201,7 +153,7 @@ def dk_group(dK, gqa_sums, shared, call, tile: gl.constexpr):
             dk = expand(ds, tile_at(shared.q.memory, y), dk)
             dq = warpgroup_mma_wait(len(dk), [dq])
             send_dq(dq, shared, 2 * y, 1)
-            dk = wait_for(dk)
+            dk = wait_for(0, dk)
             dq_second = dq_columns(shared.ds.memory, k, FIRST + 64, tile)
             arrive(shared.q.empty, y)
             send_dq(warpgroup_mma_wait(0, [dq_second]), shared, 2 * y + 1, 1)
@@ -212,6 +164,7 @@ def dk_group(dK, gqa_sums, shared, call, tile: gl.constexpr):
         parts, last = add_partials(1, dk, keys, gqa_sums, call, tile)
         if last:
             dk = scaled(parts, call.shape.factor)
-            store_pieces(dK, dk, keys, call.packed, call.shape.d, shared.dq.memory.index(1), tile.D)
+            store_pieces(dK, dk, keys, call.packed, keys.j0, call.shape.d, shared.dq.memory.index(1), tile.D)
+            wait_stores()
         n += 1
         t = receive_tile(shared.tile_ids, n, 4)

@@ -131,7 +131,7 @@ def finish_products(products, tile: gl.constexpr):
         o, l = warpgroup_mma_wait(0, [products.o[0], products.l])
         return Products((o,), l)
     else:
-        return Products(wait_for(products.o), 0)
+        return Products(wait_for(0, products.o), 0)
 
 
 @gluon.jit

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from . import triton_compat
+from .channel import stage_in_loop
 
 
 @gluon.constexpr_function
@@ -93,6 +94,35 @@ def tile_at(memory, n):
 
 
 @gluon.jit
+def tile_in_loop(memory, n, y):
+    """Return the pieces of use n, which lasts for a whole loop over other uses y (see `stage_in_loop`)."""
+    pieces = ()
+    for p in gl.static_range(len(memory)):
+        pieces += (stage_in_loop(memory[p], n, y).reshape([memory[p].shape[3], memory[p].shape[4]]),)
+    return pieces
+
+
+@gluon.jit
+def rows_of(pieces, ROW: gl.constexpr):
+    """Return 64 rows of all pieces, from ROW on."""
+    found = ()
+    for p in gl.static_range(len(pieces)):
+        found += (pieces[p].slice(ROW, 64, 0),)
+    return found
+
+
+@gluon.jit
+def halves_of(parts):
+    """Return the first half of a tuple, and the second."""
+    HALF: gl.constexpr = len(parts) // 2
+    first, second = (), ()
+    for p in gl.static_range(HALF):
+        first += (parts[p],)
+        second += (parts[HALF + p],)
+    return first, second
+
+
+@gluon.jit
 def contract(q, k, zero):
     """Start Q K^T."""
     S = zero
@@ -117,13 +147,39 @@ def as_factor_of(p, sums):
 
 
 @gluon.jit
-def wait_for(pieces):
-    """Wait until products are complete."""
-    found = warpgroup_mma_wait(0, pieces)
+def wait_for(LATER: gl.constexpr, pieces):
+    """Wait until the products of all pieces are complete, but not those of the LATER ones."""
+    found = warpgroup_mma_wait(LATER, pieces)
     if len(pieces) == 1:
         return (found,)
     else:
         return found
+
+
+@gluon.jit
+def wait_for_both(LATER: gl.constexpr, pieces, x):
+    """Do so for the products of all pieces, and another."""
+    found = warpgroup_mma_wait(LATER, pieces + (x,))
+    complete = ()
+    for p in gl.static_range(len(pieces)):
+        complete += (found[p],)
+    return complete, found[len(pieces)]
+
+
+@gluon.jit
+def zeros_of(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Return zeros for each piece of so many columns, which lie as products do."""
+    PIECES: gl.constexpr = pieces_of(COLUMNS)
+    found = ()
+    for p in gl.static_range(len(PIECES)):
+        found += (zeros_of_piece(ROWS, PIECES[p]),)
+    return found
+
+
+@gluon.jit
+def zeros_of_piece(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Return zeros for one piece."""
+    return gl.zeros([ROWS, COLUMNS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16]))
 
 
 @gluon.jit
