@@ -3,11 +3,12 @@
 import inspect
 import linecache
 import os
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from hashlib import sha256
-from types import CodeType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 PACKAGE = str(__package__).rpartition(".")[0]
@@ -34,17 +35,24 @@ def quick_sources() -> Iterator[None]:
 
 
 def source_lines(fn: Any) -> tuple[list[str], int]:
-    """Return what inspect.getsourcelines does, for this package's functions from the line numbers of their code."""
+    """Return what inspect.getsourcelines does, for this package's functions by their indentation."""
     code, package = fn.__code__, f"{PACKAGE}."
     lines = linecache.getlines(code.co_filename, fn.__globals__) if fn.__module__.startswith(package) else []
-    if not lines or not hasattr(code, "co_positions"):  # Python 3.10 has none
+    if not lines:
         return inspect.getsourcelines(fn)
-    return lines[code.co_firstlineno - 1 : _last_line(code)], code.co_firstlineno
+    return _function(lines[code.co_firstlineno - 1 :]), code.co_firstlineno
 
 
-def _last_line(code: CodeType) -> int:
-    inner = [_last_line(each) for each in code.co_consts if isinstance(each, CodeType)]
-    return max([code.co_firstlineno, *inner, *(end or 0 for _, end, *_ in code.co_positions())])
+def _function(lines: list[str]) -> list[str]:
+    """Return the lines of the function that they begin with. It ends before one that is indented no more than its first
+    line, and closes no bracket."""
+    margin = lines[0][: -len(lines[0].lstrip())]
+    inside = re.compile(rf"\s*$|{margin}[\s)\]}}]").match
+    begin = next(n for n, line in enumerate(lines) if line.lstrip().startswith("def ")) + 1
+    end = next((n for n in range(begin, len(lines)) if not inside(lines[n])), len(lines))
+    while lines[end - 1].isspace():
+        end -= 1
+    return lines[:end]
 
 
 def know_triton() -> None:
