@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from enum import Enum
 from functools import cache
@@ -164,10 +164,9 @@ def load(name: str) -> Backend:
 @cache
 def launch_module(operation: str) -> Any:
     """Return an operation's module `launch`, imported on first use; None without a Triton that compiles its kernel."""
-    try:
+    with suppress(ImportError):
         return import_kernels(f"{operation}.launch")
-    except ImportError:
-        return None
+    return None
 
 
 def import_kernels(module: str) -> Any:

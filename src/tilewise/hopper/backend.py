@@ -71,8 +71,7 @@ class Hopper:
         return plain or bool(recipe.score)
 
     def plan(self, problem: Problem, which: Pass) -> Plan:
-        """Return how the kernels run a pass: of fp32, with split keys, or of 16 bits. Only the last are imported with
-        this module."""
+        """Return how the kernels run a pass: of fp32 or with split keys, imported here, or of 16 bits."""
         if which is FORWARD and splits(problem):
             return import_kernels("hopper.split_keys.launch").plan_of(problem)
         of: Any = import_kernels("hopper.fp32.launch") if problem.dtype == torch.float32 else launch
