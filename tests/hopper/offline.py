@@ -22,6 +22,7 @@ from tilewise.hopper import launch, plan
 from tilewise.hopper.fp32 import backward_launch as fp32_backward_launch
 from tilewise.hopper.fp32 import launch as fp32_launch
 from tilewise.hopper.split_keys import launch as decode_launch
+from tilewise.hopper.split_keys.choice import splits
 from tilewise.hopper.tiles import BIAS, padded
 from tilewise.host.gather import empty_sums
 
@@ -138,7 +139,7 @@ def launches(D: int, options: dict[str, Any]) -> list[Any]:
     if q.dtype == torch.float32:
         keys = fp32_backward_launch.empty_keys(p, q.device)
         return fp32_launch.forward_launches(p, fp32_launch.plan(p), x, saved, keys, counter)
-    if decode_launch.splits(p):
+    if splits(p):
         pl = decode_launch.plan(p)
         return decode_launch.launches(p, pl, x, saved, meta(pl.partial, dtype=torch.float32))
     pl = plan.plan(p)

@@ -13,6 +13,7 @@ from hopper.rehearsal import cache_of, variant_of
 
 import tilewise as tw
 from tilewise.hopper.split_keys import launch as decode_launch
+from tilewise.hopper.split_keys.choice import splits
 from tilewise.hopper.split_keys.kernel import EARLY_TILES
 from tilewise.hopper.tiles import padded
 
@@ -81,7 +82,7 @@ def rehearsed(D, page, M, W, mask, monkeypatch, written_late=None, index=None):
     keys = (B * WIDTH // page, page) if page else (B, WIDTH)
     layout = tw.Cached(torch.tensor(LENGTHS), table, index=index)
     p, x = call(M, 0, D, H, H_K, batch=(B,), keys=keys, mask=mask, layout=layout, backend="hopper")
-    assert decode_launch.splits(p)
+    assert splits(p)
     split = decode_launch.plan(p).split
     ends, places, pieces = line_of_call(p, W)
 

@@ -6,6 +6,8 @@ succeed and do nothing. That needs a C compiler. Run it in a process of its own,
     python tests/host/first.py step 2048 777     a step of each length: seconds, and kernels compiled, found, launched;
                                                  FIRST_D=64 is another head size
     python tests/host/first.py count             for each of `calls`: its kernels over all of SIZES, without compiling
+    python tests/host/first.py modules           the package's modules that a step's passes import, without launching
+    python tests/host/first.py hashes            whether the hashes of kernels that are kept are those of Triton
     python tests/host/first.py ones              with every count 1, or no keys: the kernels, and what fails to build
 """
 
@@ -120,6 +122,9 @@ def step(*lengths: str) -> Iterator[dict[str, Any]]:
 
     knobs.compilation.listener = listen
     read, unpacked = watch()
+    from triton.runtime import cache
+
+    hash_triton = cache.triton_key
     yield {"part": "driver", "seconds": since(begin)}
     for length in map(int, lengths):
         for part, run in passes(length, on_gpu):
@@ -130,9 +135,7 @@ def step(*lengths: str) -> Iterator[dict[str, Any]]:
             launched = loaded.launches() - before if loaded else None
             yield {"part": part, "length": length, "seconds": since(begin), **seen, "launched": launched}
             seen |= {"compiled": [], "found": []}
-    from triton.runtime import cache
-
-    hashed = hasattr(cache.triton_key, "cache_info")
+    hashed = hash_triton.cache_info().currsize > 0
     yield {"part": "end", "hashed": hashed, "read": read, "unpacked": unpacked}
 
 
@@ -335,6 +338,65 @@ def appending(name: str, B: int, M: int, N: int, H_k: int) -> Any:
     return append.launches(Append(cache, cache, new, new, Cached(of(B, dtype=torch.int32), table)), None, {})
 
 
+def modules() -> Iterator[dict[str, Any]]:
+    """Tell which modules of the package are imported before a step, by its forward, and by its backward."""
+    import torch
+
+    import tilewise as tw
+
+    def imported() -> set[str]:
+        return {name for name in sys.modules if name.startswith("tilewise.")}
+
+    q, k, v = (torch.empty(4, 2048, H, D, dtype=torch.bfloat16, device="meta") for H in (HEADS[0], *HEADS[1:] * 2))
+    p, x = problem_of(q, k, v, mask=tw.Causal(), backend="hopper")
+    seen = imported()
+    yield {"part": "before", "modules": sorted(seen)}
+
+    from tilewise.call.backend import BACKWARD, FORWARD, load, planned
+
+    load("hopper")
+    from tilewise.host.launch import RECORDED
+
+    RECORDED.set([])
+    saved = planned(p, FORWARD).run(x, None)
+    yield {"part": "forward", "modules": sorted(imported() - seen)}
+    seen = imported()
+    planned(p, BACKWARD).run(x, saved, torch.empty_like(q), None)
+    yield {"part": "backward", "modules": sorted(imported() - seen)}
+
+
+def hashes() -> Iterator[dict[str, Any]]:
+    """Hash each kernel of many calls with all that it calls: as Triton does, then as a later process, which parses
+    nothing. Name what Triton reaches that we do not."""
+    from triton.runtime.jit import DependenciesFinder, JITCallable
+
+    from tilewise.host.compile_once import hash_in_order, reached
+    from tilewise.warm.cross_compile import use_target
+
+    use_target("sm_90")
+    parsed: list[str] = []
+    called: list[Any] = []
+    parse, update = JITCallable.parse, DependenciesFinder._update_hash
+    JITCallable.parse = lambda fn: parsed.append(fn.__name__) or parse(fn)  # type: ignore[method-assign]
+    DependenciesFinder._update_hash = lambda own, fn: called.append(fn) or update(own, fn)
+    for name in calls(1, 1, 1, 1):
+        for launch in launches(name, 2, 256, 256, 4, 2):
+            values = launch.kernel, launch.arguments
+            functions = reached(values, {})
+            seen = []
+            for _ in range(2):
+                parsed.clear()
+                for fn in functions.values():
+                    fn.hash, fn.used_global_vals = None, {}
+                hash_in_order(*values)
+                seen.append([(fn.hash, sorted(fn.used_global_vals)) for fn in functions.values()])
+            ours = [fn for fn in called if not f"{fn.__module__}.".startswith("triton.")]
+            missed = sorted({fn.__name__ for fn in ours if id(fn) not in functions})
+            called.clear()
+            equal = seen[0] == seen[1]
+            yield {"call": name, "functions": len(functions), "equal": equal, "parsed": parsed, "missed": missed}
+
+
 def ones() -> Iterator[dict[str, Any]]:
     """Build the IR of every kernel for counts of 1, and where there are no keys. Tell which were built, what failed.
 
@@ -480,5 +542,5 @@ def since(begin: float) -> float:
 
 if __name__ == "__main__":
     command, *rest = sys.argv[1:]
-    for line in {"step": step, "count": count, "ones": ones}[command](*rest):
+    for line in {each.__name__: each for each in (step, count, modules, hashes, ones)}[command](*rest):
         print(json.dumps(line), flush=True)

@@ -13,12 +13,17 @@ import pytest
 from scripts import ROOT, lines
 
 pytest.importorskip("triton")
+import triton
 from triton import __version__, knobs
+from triton.language import constexpr
 from triton.runtime import cache, jit
 
 from tilewise.call import shortcuts
-from tilewise.call.backend import load
+from tilewise.call.backend import launch_module, load
 from tilewise.call.shortcuts import know_triton, quick_sources, source_lines
+from tilewise.hopper.forward.kernel import attention_forward
+from tilewise.hopper.parts import dropout_bits
+from tilewise.host import compile_once
 
 PASSES = {
     "forward": ["attention_forward"],
@@ -98,9 +103,11 @@ def test_a_first_step_compiles_each_kernel_once_and_later_processes_find_them(tm
 
 
 def device_functions() -> Iterator[FunctionType]:
-    """Each device function of the package that the back ends import."""
+    """Each device function of the package."""
     for name in ("triton", "hopper"):
         assert load(name).name == name
+    for name in ("hopper.fp32", "hopper.split_keys", "quantize", "append", "merge", "rotary"):
+        assert launch_module(name)
     for name, module in list(sys.modules.items()):
         if name.startswith("tilewise."):
             for each in vars(module).values():
@@ -111,7 +118,7 @@ def device_functions() -> Iterator[FunctionType]:
 
 def test_sources_are_those_that_inspect_finds():
     functions = list(device_functions())
-    assert len(functions) > 300
+    assert len(functions) > 400
     for fn in functions:
         assert source_lines(fn) == inspect.getsourcelines(fn), fn
 
@@ -129,6 +136,41 @@ def test_triton_sees_them_while_the_package_is_imported_and_no_longer():
     with pytest.raises(ZeroDivisionError), quick_sources():
         raise ZeroDivisionError
     assert jit.inspect is inspect
+
+
+NOT_IMPORTED = (
+    "tilewise.hopper.fp32.", "tilewise.hopper.split_keys.kernel", "tilewise.hopper.split_keys.launch",
+    "tilewise.host.split", "tilewise.quantize.kernel", "tilewise.quantize.launch", "tilewise.rotary.kernel",
+    "tilewise.rotary.launch", "tilewise.append.kernel", "tilewise.append.launch", "tilewise.merge.kernel",
+    "tilewise.merge.launch", "tilewise.triton.", "tilewise.cpu.",
+)  # fmt: skip
+"""Modules of other calls' kernels."""
+
+
+def test_a_16_bit_step_imports_no_other_kernels():
+    before, forward, backward = first("modules")
+    assert [name for name in before["modules"] if ".kernel" in name or ".launch" in name] == []
+    brought = forward["modules"] + backward["modules"]
+    assert {"tilewise.hopper.forward.kernel", "tilewise.hopper.backward.kernel"} <= {*brought}
+    assert [name for name in brought if f"{name}.".startswith(NOT_IMPORTED)] == []
+
+
+def test_kept_hashes_are_those_of_triton_and_nothing_is_parsed_for_them(tmp_path):
+    found = first("hashes", cache=tmp_path)
+    assert len({line["call"] for line in found}) > 20
+    assert [line for line in found if not line["equal"] or line["parsed"] or line["missed"]] == []
+
+
+def test_a_source_its_line_and_a_constant_each_have_other_hashes(monkeypatch):
+    functions = [*compile_once.reached([attention_forward], {}).values()]
+    keys = [compile_once._key(functions)]
+    for of, name, value in (
+        (dropout_bits, "TILES_AHEAD", constexpr(5)), (functions[0], "_src", "def f(): pass"),
+        (functions[1], "starting_line_number", 1),
+    ):  # fmt: skip
+        monkeypatch.setattr(of, name, value)
+        keys.append(compile_once._key(functions))
+    assert len({*keys}) == 4
 
 
 @pytest.fixture
@@ -158,7 +200,7 @@ def test_the_hash_is_computed_again_for(what, slow, monkeypatch):
     forget, calls = slow
     know_triton()
     if what == "another Triton":
-        monkeypatch.setattr(shortcuts, "_stamp", lambda runtime: "changed")
+        monkeypatch.setattr(shortcuts, "stamp_of_triton", lambda: "changed")
     else:
         (kept,) = Path(knobs.cache.dir).iterdir()
         kept.write_text("")
@@ -174,12 +216,21 @@ def test_a_cache_that_cannot_be_written_keeps_nothing(slow, tmp_path):
     assert cache.triton_key() == f"{__version__}-hash"
 
 
-def test_the_stamp_changes_with_each_file_that_triton_hashes(tmp_path):
-    for name in ("runtime/cache.py", "_C/libtriton.so", "compiler/a.py", "backends/x/b.py", "language/c.py"):
+def test_the_stamp_changes_with_each_file_that_triton_hashes(tmp_path, monkeypatch):
+    for name in (
+        "runtime/cache.py",
+        "_C/libtriton.so",
+        "compiler/a.py",
+        "backends/x/b.py",
+        "language/c.py",
+        "nvidia/bin/ptxas",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("1")
-    seen = {shortcuts._stamp(str(tmp_path / "runtime"))}
-    for file in sorted(tmp_path.rglob("*.*")):
+    monkeypatch.setattr(triton, "__file__", str(tmp_path / "__init__.py"))
+    stamp = shortcuts.stamp_of_triton.__wrapped__
+    seen = {stamp()}
+    for file in sorted(path for path in tmp_path.rglob("*") if path.is_file()):
         file.write_text("22")
-        seen.add(shortcuts._stamp(str(tmp_path / "runtime")))
+        seen.add(stamp())
     assert len(seen) == 6

@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from enum import Enum
 from functools import cache
@@ -155,9 +155,7 @@ def load(name: str) -> Backend:
     """Return the back end of that name, imported on first use."""
     try:
         if name in ON_TRITON:
-            check_triton()
-            with quick_sources():
-                return importlib.import_module(f"{PACKAGE}.{name}.backend").backend
+            return import_kernels(f"{name}.backend").backend
         return importlib.import_module(f"{PACKAGE}.{name}.backend").backend
     except ImportError as error:
         return Missing(name, error)  # type: ignore[return-value]  # refuses everything, so nothing else is called
@@ -166,11 +164,16 @@ def load(name: str) -> Backend:
 @cache
 def launch_module(operation: str) -> Any:
     """Return an operation's module `launch`, imported on first use; None without a Triton that compiles its kernel."""
-    try:
-        check_triton()
-        return importlib.import_module(f"{PACKAGE}.{operation}.launch")
-    except ImportError:
-        return None
+    with suppress(ImportError):
+        return import_kernels(f"{operation}.launch")
+    return None
+
+
+def import_kernels(module: str) -> Any:
+    """Import a module with kernels. Raise ImportError without a Triton that compiles them."""
+    check_triton()
+    with quick_sources():
+        return importlib.import_module(f"{PACKAGE}.{module}")
 
 
 def candidates(problem: Problem) -> tuple[str, ...]:

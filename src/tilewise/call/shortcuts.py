@@ -3,15 +3,19 @@
 import inspect
 import linecache
 import os
+import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from hashlib import sha256
-from types import CodeType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 PACKAGE = str(__package__).rpartition(".")[0]
 IMPORTING = threading.RLock()
+FUNCTION = re.compile(r"(?P<margin>[ \t]*)(.*\n)*?(?P=margin)def .*\n((?P=margin)[ \t)\]}].*\n|[ \t]*\n)*")
+"""Finds a function, up to a line that is indented no more than its first one, and closes no bracket."""
 
 
 @contextmanager
@@ -34,53 +38,52 @@ def quick_sources() -> Iterator[None]:
 
 
 def source_lines(fn: Any) -> tuple[list[str], int]:
-    """Return what inspect.getsourcelines does, for this package's functions from the line numbers of their code."""
-    code, package = fn.__code__, f"{PACKAGE}."
-    lines = linecache.getlines(code.co_filename, fn.__globals__) if fn.__module__.startswith(package) else []
-    if not lines or not hasattr(code, "co_positions"):  # Python 3.10 has none
+    """Return what inspect.getsourcelines does, for this package's functions by their indentation."""
+    code, ours = fn.__code__, fn.__module__.startswith(f"{PACKAGE}.")
+    lines = linecache.getlines(code.co_filename, fn.__globals__) if ours else []
+    found = FUNCTION.match("".join(lines[code.co_firstlineno - 1 :]))
+    if not found:
         return inspect.getsourcelines(fn)
-    return lines[code.co_firstlineno - 1 : _last_line(code)], code.co_firstlineno
-
-
-def _last_line(code: CodeType) -> int:
-    inner = [_last_line(each) for each in code.co_consts if isinstance(each, CodeType)]
-    return max([code.co_firstlineno, *inner, *(end or 0 for _, end, *_ in code.co_positions())])
+    return f"{found[0].rstrip()}\n".splitlines(keepends=True), code.co_firstlineno
 
 
 def know_triton() -> None:
-    """Give Triton the hash of its own files, if an earlier process has kept it, or keep it for later ones.
+    """Give Triton the hash of its own files, 400 MB, if another process has kept it."""
+    from triton.runtime import cache as keys
 
-    A process would compute it from 400 MB. It is kept in Triton's cache, in a file named after the sizes and times of
-    all that Triton reads for it. A cache that cannot be written keeps nothing.
-    """
-    from triton import __version__, knobs
-    from triton.runtime import cache
-
-    slow: Any = getattr(cache, "triton_key", None)
+    slow: Any = getattr(keys, "triton_key", None)
     if not hasattr(slow, "cache_info") or slow.cache_info().currsize:  # it is known, or of another release
         return
+    key = kept(f"triton-{stamp_of_triton()}", slow)
+    keys.triton_key = lambda: key
+
+
+def kept(name: str, slow: Callable[[], str]) -> str:
+    """Return what a process has kept under a name, in Triton's cache; else what `slow` returns, and keep it. A cache
+    that cannot be written keeps nothing."""
+    from triton import knobs
+
+    path = os.path.join(str(knobs.cache.dir), f"tilewise-{name}")
+    with suppress(OSError), open(path) as file:
+        if text := file.read():
+            return text
+    text = slow()
     with suppress(OSError):
-        kept = os.path.join(str(knobs.cache.dir), f"tilewise-triton-{_stamp(os.path.dirname(cache.__file__))}")
-        with suppress(OSError), open(kept) as file:
-            key = file.read()
-            if key.startswith(__version__):
-                cache.triton_key = lambda: key
-                return
-        os.makedirs(os.path.dirname(kept), exist_ok=True)
-        own = f"{kept}.{os.getpid()}"
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        own = f"{path}.{os.getpid()}"
         with open(own, "w") as file:
-            file.write(slow())
-        os.replace(own, kept)
+            file.write(text)
+        os.replace(own, path)
+    return text
 
 
-def _stamp(runtime: str) -> str:
-    """Hash names, sizes and times of the files that Triton's own hash covers."""
-    root = os.path.dirname(runtime)
-    folders = [os.path.join(root, name) for name in ("compiler", "backends", "language")]
-    library = os.path.join(root, "_C")
-    found = [os.path.join(runtime, "cache.py"), *(os.path.join(library, name) for name in os.listdir(library))]
-    for folder, _, names in (at for top in folders for at in os.walk(top)):
-        found += [os.path.join(folder, name) for name in names if name.endswith(".py")]
-    seen = ((path, os.stat(path)) for path in sorted(found))
-    stamps = [(path, at.st_size, at.st_mtime_ns, at.st_ctime_ns, at.st_ino) for path, at in seen]
-    return sha256(repr(stamps).encode()).hexdigest()
+@cache
+def stamp_of_triton() -> str:
+    """Return Triton's version, and a hash of its files' sizes and times."""
+    import triton
+
+    walk = os.walk(os.path.dirname(triton.__file__))
+    files = (os.path.join(folder, name) for folder, _, names in walk for name in names)
+    code = sorted(path for path in files if path.endswith((".py", ".so", ".pyd")) and os.path.exists(path))
+    stamps = [(at.st_size, at.st_mtime_ns, at.st_ctime_ns, at.st_ino) for at in map(os.stat, code)]
+    return f"{triton.__version__}-{sha256(repr((code, stamps)).encode()).hexdigest()}"

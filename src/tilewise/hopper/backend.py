@@ -4,11 +4,10 @@ from typing import Any
 
 import torch
 
-from ..call.backend import FORWARD, Pass, Plan, holding
+from ..call.backend import FORWARD, Pass, Plan, holding, import_kernels
 from ..call.problem import Problem, TensorSpec
 from . import launch, plan
-from .fp32 import launch as fp32_launch
-from .split_keys import launch as split_keys
+from .split_keys.choice import few_keys, splits
 from .tiles import KINDS, SINGLE, padded, precision
 
 SHORTEST = 32
@@ -60,8 +59,8 @@ class Hopper:
         `short`) their backward up to SINGLE and their forward at head size 128 up to SHORTEST; or their forward where
         it splits keys."""
         p, recipe = problem, problem.recipe
-        if which is FORWARD and split_keys.splits(p):
-            return split_keys.slower(p)
+        if which is FORWARD and splits(p):
+            return few_keys(p)
         if which is FORWARD and p.splits_keys and _leaves_idle(p):
             return True
         if p.dtype == torch.float32 or not p.layout.uniform or max(p.M, p.N) > SINGLE or padded(p) > 128:
@@ -72,10 +71,10 @@ class Hopper:
         return plain or bool(recipe.score)
 
     def plan(self, problem: Problem, which: Pass) -> Plan:
-        """Return how the kernels run a pass: of fp32, with split keys, or of 16 bits."""
-        if which is FORWARD and split_keys.splits(problem):
-            return split_keys.plan_of(problem)
-        of: Any = fp32_launch if problem.dtype == torch.float32 else launch
+        """Return how the kernels run a pass: of fp32 or with split keys, imported here, or of 16 bits."""
+        if which is FORWARD and splits(problem):
+            return import_kernels("hopper.split_keys.launch").plan_of(problem)
+        of: Any = import_kernels("hopper.fp32.launch") if problem.dtype == torch.float32 else launch
         return (of.forward_plan if which is FORWARD else of.backward_plan)(problem)
 
 

@@ -29,7 +29,7 @@ from ..host.bias import Recompute, renormalize_launch
 from ..host.gather import add_sums, empty_sums, gather_launches
 from ..host.launch import Launch, current_stream
 from ..host.lists import tile_lists
-from ..host.outputs import empty, empty_grads, empty_saved, size
+from ..host.outputs import empty, empty_grads, empty_saved, quantized, size
 from ..host.plan import plan_of
 from ..host.repeat import Backward, repeated, repeated_backward
 from ..host.sink import sink_launches
@@ -37,7 +37,6 @@ from ..host.tables import source_of_rows
 from ..host.values import device_values, with_lse_shift
 from ..merge.sink import with_sink
 from ..quantize.codes import blocks_of
-from ..quantize.launch import quantized
 from ..tile.blocks import Tile
 from ..tile.ranges import Variant
 from ..tile.rows import Packed, RowValues

@@ -4,25 +4,28 @@ Each process locks a file in Triton's cache. The system releases the lock when i
 than LOCK_TIMEOUT, or where files cannot be locked. Then two may compile the same kernel.
 """
 
+import json
 import os
 import sys
 import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import lru_cache
 from hashlib import sha256
 from opcode import EXTENDED_ARG, opmap
 from types import CodeType
 from typing import Any, TypeVar
 
 from triton import knobs
+from triton.language import constexpr
 from triton.runtime._async_compile import active_mode
 from triton.runtime.cache import get_cache_manager
 
 from ..call.backend import COMPILING
-from ..call.shortcuts import know_triton
+from ..call.shortcuts import kept, know_triton, stamp_of_triton
 from .bundle import unpack
 
 try:
@@ -107,30 +110,77 @@ def hash_in_order(*values: Any) -> None:
 
     A caller's hash holds the constants of its callees only if Triton hashed these before. Without an order, a kernel's
     key in Triton's cache depends on what the process compiled earlier, and another process compiles the kernel again.
+    Later processes find the hashes kept, as Triton parses functions for them.
     """
     with HASHING:
-        for value in values:
-            if isinstance(value, tuple):
-                hash_in_order(*value)
-            elif getattr(value, "__triton_aggregate__", False):
-                hash_in_order(*value.hash_attrs)
-            elif hasattr(type(value), "cache_key") and value.hash is None:
-                called = (value.__globals__.get(name) for name in _globals_of(value.fn.__code__))
-                hash_in_order(*(other for other in called if other is not value))
-                value.cache_key  # noqa: B018, it computes and keeps it
+        if all([fn.hash for fn in _functions(values)]):
+            return
+        functions = [*reached(values, {}).values()]
+        text = kept(f"hashes-{_key(functions)}", lambda: _hashed(functions))
+        for fn, (hash, used) in zip(functions, json.loads(text), strict=True):
+            if fn.hash is None and None not in [n for _, n in used]:
+                scopes = [(name, functions[n].__globals__) for name, n in used]
+                fn.used_global_vals = {(name, id(scope)): (scope[name], scope) for name, scope in scopes}
+                fn.hash = hash
+            fn.cache_key  # noqa: B018, it computes what is not kept
 
 
-def _globals_of(code: CodeType) -> set[str]:
+def reached(values: Iterable[Any], found: dict[int, Any]) -> dict[int, Any]:
+    """Add to `found`, by id, device functions, and before each all that it calls."""
+    for fn in _functions(values):
+        if id(fn) not in found:
+            reached([other for other in _named(fn) if other is not fn], found)
+            found[id(fn)] = fn
+    return found
+
+
+def _functions(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield the device functions among values, also those in tuples and aggregates."""
+    for value in values:
+        if isinstance(value, tuple):
+            yield from _functions(value)
+        elif hasattr(value, "hash_attrs"):  # an aggregate
+            yield from _functions(value.hash_attrs)
+        elif hasattr(type(value), "cache_key"):
+            yield value
+
+
+def _named(fn: Any) -> list[Any]:
+    """Return what a function loads from its module."""
+    return [fn.__globals__.get(name) for name in _globals_of(fn.fn.__code__)]
+
+
+def _key(functions: list[Any]) -> str:
+    """Hash all that hashes of functions follow from: their sources, where these are, constants, and classes."""
+    digest = sha256(stamp_of_triton().encode())
+    for fn in functions:
+        facts = [
+            (str(x), str(getattr(x, "__annotations__", 0))) for x in _named(fn) if isinstance(x, (constexpr, type))
+        ]
+        of = fn.__module__, fn.__qualname__, fn.starting_line_number, fn.src, getattr(fn, "noinline", None)
+        digest.update(repr((of, facts)).encode())
+    return digest.hexdigest()
+
+
+def _hashed(functions: list[Any]) -> str:
+    """Return Triton's hashes of functions, each with the names that it checks in every launch, and for each name the
+    number of a function of the same module, or None."""
+    at = {id(fn.__globals__): n for n, fn in enumerate(functions)}
+    return json.dumps([(fn.cache_key, [(name, at.get(of)) for name, of in fn.used_global_vals]) for fn in functions])
+
+
+@lru_cache(4096)
+def _globals_of(code: CodeType) -> list[str]:
     """Return the names that a function's code loads from its module. For all device functions of a first step it takes
     10 ms; with the `dis` module it takes 77."""
-    names, argument = set(), 0
+    names, argument = set[str](), 0
     for operation, low in zip(code.co_code[::2], code.co_code[1::2], strict=True):
         argument = argument << 8 | low
         if operation == LOAD_GLOBAL:
             names.add(code.co_names[argument >> (sys.version_info >= (3, 11))])  # its last bit is a flag of calls
         if operation != EXTENDED_ARG:
             argument = 0
-    return names.union(*(_globals_of(each) for each in code.co_consts if isinstance(each, CodeType)))
+    return sorted(names.union(*(_globals_of(each) for each in code.co_consts if isinstance(each, CodeType))))
 
 
 @contextmanager

@@ -1,10 +1,11 @@
-"""What a call writes: o, lse and gradients, allocated but unwritten."""
+"""What a call writes: o, lse and gradients, allocated but unwritten; and the codes of its tensors."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..call.backend import launch_module
 from ..call.operands import Grads, Operands, Saved
 from ..call.problem import Problem, empty_parts, lse_shape, once
 
@@ -63,3 +64,8 @@ def empty_extra(p: Problem, x: Operands) -> tuple[Tensor | None, ...]:
             for t, want in zip(x.extra, p.wanted, strict=True)
         ]
     )
+
+
+def quantized(p: Problem, x: Operands, compiled: dict[Any, Any]) -> tuple[Tensor, ...]:
+    """Return the tensors of a call's codes, or none where its products are of other numbers."""
+    return launch_module("quantize").codes_of(p, x, compiled).present() if p.products.codes else ()

@@ -18,11 +18,6 @@ WARPS = {64: 8, 256: 8}
 """Counts warps by columns of codes, else 4: threads would need too many registers."""
 
 
-def quantized(p: Problem, x: Operands, compiled: dict[Any, Any]) -> tuple[torch.Tensor, ...]:
-    """Return the tensors of a call's codes, or none where its products are of other numbers."""
-    return codes_of(p, x, compiled).present() if p.products.codes else ()
-
-
 def codes_of(p: Problem, x: Operands, compiled: dict[Any, Any]) -> Codes:
     """Return the codes of a call."""
     codes, stream = empty_codes(p, x.q.device), current_stream(x.q.device)

@@ -25,13 +25,12 @@ from ..host.bias import Recompute, renormalize_launch
 from ..host.gather import add_sums, empty_sums, gather_launches
 from ..host.launch import Launch, current_stream
 from ..host.lists import tile_lists
-from ..host.outputs import empty_grads, empty_saved, fill_empty, size
+from ..host.outputs import empty_grads, empty_saved, fill_empty, quantized, size
 from ..host.repeat import Backward, repeated_backward
 from ..host.sink import sink_launches
 from ..host.values import device_values, with_lse_shift
 from ..merge.sink import with_sink
 from ..quantize.codes import blocks_of, columns
-from ..quantize.launch import quantized
 from ..tile.gradients import Factors
 from ..tile.ranges import Scales, Variant
 from ..tile.rows import Rows as RowsOf

@@ -10,23 +10,17 @@ from ...call.operands import Operands, Saved
 from ...call.problem import Problem, once
 from ...host import split as host_split
 from ...host.arguments import adjacent, rows
-from ...host.launch import Launch, multiprocessors
+from ...host.launch import Launch
 from ...host.tables import source_of_rows
 from ..descriptors import Box, Descriptor, box
-from ..plan import width
 from ..tiles import padded
+from .choice import ROWS, programs_of
 from .kernel import attention_decode
 
-ROWS = 16
-"""Rows of queries in a tile."""
 STAGES = 12
 """Tiles in shared memory, 16 kB each."""
-SEQUENCES = 256
-"""The most sequences, as registers hold the line."""
 REGISTERS = 112
 """Of a thread, before the roles divide them: programs of `attention_combine` fit beside."""
-LONG, LOADED = 1024, 2048
-"""Keys of a sequence, and of a program, from which on these kernels are faster than the portable ones."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,23 +29,6 @@ class Plan(host_split.SplitPlan):
 
     boxes: tuple[Box, Box]
     """Describe k and v to TMA, in boxes of 64 columns."""
-
-
-def splits(p: Problem) -> bool:
-    """Tell whether these kernels can run a problem that `why_not` does not refuse."""
-    small = 0 < p.M * (p.H // p.H_k) <= ROWS and max(p.D, p.D_v) <= 128 and 0 < p.B <= SEQUENCES
-    return small and p.splits_keys and not p.layout.unbounded and p.out_dtype == p.dtype
-
-
-def slower(p: Problem) -> bool:
-    """Tell whether the portable kernels are faster: these take longer to begin and to end, so they want many keys."""
-    keys = min(p.N, width(p) + p.M)
-    return keys < LONG or p.B * keys < LOADED * programs_of(p)
-
-
-def programs_of(p: Problem) -> int:
-    """Return how many programs share the keys of a key head: one a multiprocessor in all."""
-    return max(1, multiprocessors(p.q.device) // p.H_k)
 
 
 @once
