@@ -128,8 +128,7 @@ def _in_eight_bits(precision: str) -> Peer:
         from tilewise.hopper import launch
         from tilewise.hopper.plan import plan
         from tilewise.host.launch import current_stream
-        from tilewise.host.outputs import empty_saved
-        from tilewise.quantize.launch import quantized
+        from tilewise.host.outputs import empty_saved, quantized
 
         as_they_are, made = precision == "e4m3", {}
         scales = (torch.ones(case.batch, case.heads, device=device),) * 3 if as_they_are else ()
