@@ -34,7 +34,7 @@ def run(call, backend, **changes):
 
 
 @pytest.mark.parametrize("backend", EACH)
-@pytest.mark.parametrize("case", caches.CASES, ids=str)
+@pytest.mark.parametrize("case", [*caches.CASES, *caches.LATENTS], ids=str)
 def test_as_the_reference_and_nothing_else_is_read(case, backend):
     call = caches.make(case, device_of(backend))
     found = run(call, backend)

@@ -21,7 +21,7 @@ from ..values.score import Score
 from .operands import Operands
 from .recipe import KINDS, Recipe
 
-MAX_HEAD_SIZE = 512
+MAX_HEAD_SIZE, MAX_VALUE_SIZE = 576, 512
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -42,6 +42,18 @@ class TensorSpec(NamedTuple):
         return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.stride(), aligned)
 
 
+def begins(k: Tensor, v: Tensor, real: bool = True) -> bool:
+    """Tell whether v is the first columns of k, in the same memory. Fake and meta tensors (`real` false) have storages,
+    but no addresses."""
+    if real:
+        same = k.data_ptr() == v.data_ptr()
+    else:
+        same = torch._C._is_alias_of(k, v) and k.storage_offset() == v.storage_offset()
+    if not same or k.dtype != v.dtype or v.shape[-1] > k.shape[-1]:
+        return False
+    return all([a == b or size == 1 for a, b, size in zip(k.stride(), v.stride(), k.shape, strict=False)])
+
+
 class Call(NamedTuple):
     """The fields of a Problem."""
 
@@ -58,6 +70,8 @@ class Call(NamedTuple):
     """Torch's setting "highest", "high" or "medium", if q is fp32 and no precision is named; else None."""
     wanted: tuple[bool, ...] = ()
     """Which extra operands need a gradient; filled in for a backward."""
+    within: bool = False
+    """Whether v is the first columns of k, in the same memory."""
 
 
 class Problem(Call):

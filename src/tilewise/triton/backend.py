@@ -9,7 +9,7 @@ import triton
 
 from ..call.backend import FORWARD, Pass, Plan, holding
 from ..call.operands import Grads, Operands
-from ..call.problem import MAX_HEAD_SIZE, Problem, TensorSpec, empty_parts
+from ..call.problem import MAX_HEAD_SIZE, MAX_VALUE_SIZE, Problem, TensorSpec, empty_parts
 from ..host.arguments import NARROW
 from ..host.plan import plan_of
 from ..host.repeat import repeated
@@ -31,16 +31,19 @@ class Portable:
 
     def takes(self, problem: Problem) -> dict[Any, str]:
         """Take 8 bits on chips that have them, and keys in a cache where kernels split keys."""
-        p, old = problem, problem.target in NO_MATRIX_UNITS
+        p, old, sizes = problem, problem.target in NO_MATRIX_UNITS, f"{problem.D} and {problem.D_v}"
         against_cache = holding({
-            f"it splits keys for head sizes up to 256, got {p.D} and {p.D_v}": max(p.D, p.D_v) > 256,
             f"it stores a cache's results in q's type, got out_dtype={p.out_dtype}": p.out_dtype != p.dtype,
         })  # fmt: skip
         no_e4m3 = p.target not in (*WITH_FP8, "cpu")
+        against_e4m3 = holding({
+            f"Triton converts no e4m3 on {p.target}; convert the pages to q's type": no_e4m3,
+            f"it reads keys in 8 bits for head sizes up to 256, got {sizes}": max(p.D, p.D_v) > 256,
+        })  # fmt: skip
         return {
             **dict.fromkeys(TAKES, ""),
             "cache": "; ".join(against_cache),
-            "8-bit keys": f"Triton converts no e4m3 on {p.target}; convert the pages to q's type" * no_e4m3,
+            "8-bit keys": "; ".join(against_e4m3),
             torch.int8: f"{p.target} multiplies no int8 in Triton; leave precision out" * old,
             torch.float8_e4m3fn: f"Triton multiplies no e4m3 on {p.target}; use precision='int8'" * no_e4m3,
         }
@@ -58,6 +61,10 @@ class Portable:
             f"its fp32 kernels for head sizes above {tiles.BY_DEFAULT[4]}, got {sizes}, may round 4 times as much as "
             "PyTorch; pass backend='triton' to run them": inexact,
             stored: narrow and p.out_dtype != p.dtype,
+            f"without a cache it takes head sizes up to {MAX_VALUE_SIZE}, got {sizes}; pass a layout=Cached(...)":
+                p.D > MAX_VALUE_SIZE and "cache" not in p.layout.needs,
+            f"its kernel that reads caches has not run on a GPU for head sizes above {tiles.SPLIT}, got {sizes}; pass "
+            "backend='triton' to run it": tiles.untried(p) and p.recipe.backend != self.name,
         })  # fmt: skip
         if not against and fp32 and precision(p) is None:
             where = p.target + " above head size 256" * wide

@@ -12,7 +12,7 @@ from ...call.problem import Problem, once
 from ...host import split as host_split
 from ...host.arguments import adjacent, rows, scales_of
 from ...host.launch import Launch, multiprocessors
-from ..tiles import HOPPER, Tiles, decode_tiles, precision
+from ..tiles import HOPPER, SPLIT, Tiles, decode_tiles, precision, untried, values_of_keys
 from .kernel import attention_decode
 
 LEAST = 64
@@ -69,7 +69,8 @@ def programs(p: Problem, tiles: Tiles) -> int:
     W, tiles_of_rows = max(1, count // p.H_k), host_split.row_tiles(p, tiles.B_r)
     # a program waits between tiles of rows, longer with pages
     many = tiles_of_rows >= (1 if page else 8) * W
-    if many or chunk or p.k.dtype.itemsize == 1 or p.M * (p.H // p.H_k) > 64 or look_ups > 1:
+    two_fit = max(p.D, p.D_v) <= SPLIT
+    if two_fit and (many or chunk or p.k.dtype.itemsize == 1 or p.M * (p.H // p.H_k) > 64 or look_ups > 1):
         W = max(1, 2 * count // p.H_k)
     return host_split.dividing(p, tiles.B_r, W)
 
@@ -89,10 +90,13 @@ def plan_of(p: Problem) -> PassPlan:
 def launches(p: Problem, pl: Plan, x: Operands, saved: Saved, partial: Tensor) -> list[Launch]:
     """Return the kernel that sums pieces of the keys, and the one that adds up what it leaves, if it does."""
     inputs, scales = [rows(adjacent(t)) for t in x[:3]], scales_of(p.recipe.layout_of(x.extra), p.B, p.H_k)
+    if values_of_keys(p):
+        inputs[2] = None
     constants = {**pl.tiles.options(), **host_split.pdl(pl.split)}
     return host_split.launches_of(p, pl, x, saved, partial, attention_decode, inputs, (scales,), constants)
 
 
 def describe(p: Problem, pl: Plan) -> list[str]:
     """Describe what runs a problem."""
-    return host_split.describe(p, pl, f"{pl.tiles.warps} warps", p.layout.look_ups(p, pl.tiles.B_c))
+    told = ["V from K's tiles"] * values_of_keys(p) + ["not run on a GPU yet"] * untried(p)
+    return [*host_split.describe(p, pl, f"{pl.tiles.warps} warps", p.layout.look_ups(p, pl.tiles.B_c)), *told]
