@@ -21,7 +21,7 @@ from ..values.value import FLOATING_TYPES, OPEN, Value, number_in
 from .backend import ORDER
 from .operands import Operands
 from .options import as_mask, as_scores
-from .problem import MAX_HEAD_SIZE, MAX_VALUE_SIZE, Problem, TensorSpec, begins, lse_shape, matmul_setting, target_of
+from .problem import MAX_HEAD_SIZE, MAX_VALUE_SIZE, Problem, TensorSpec, inside, lse_shape, matmul_setting, target_of
 from .recipe import KINDS, Recipe
 
 TRANSPOSE = (
@@ -170,7 +170,7 @@ def describe(x: Operands, recipe: Recipe, longest: tuple[int, int], wanted: tupl
     """Return the checked Problem of a call with real tensors. `longest`: (max_q, max_k), used for packed sequences."""
     matmul = matmul_setting() if x.q.dtype == torch.float32 and not recipe.precision else None
     q, k, v, *extra = (TensorSpec.of(t) for t in (*x[:3], *x.extra))
-    within = begins(x.k, x.v)
+    within = inside(x.k, x.v)
     problem = checked(Problem(recipe, q, k, v, tuple(extra), *longest, target_of(q.device), matmul, wanted, within))
     _check_lengths(problem)
     return problem

@@ -42,16 +42,12 @@ class TensorSpec(NamedTuple):
         return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.stride(), aligned)
 
 
-def begins(k: Tensor, v: Tensor, real: bool = True) -> bool:
-    """Tell whether v is the first columns of k, in the same memory. Fake and meta tensors (`real` false) have storages,
-    but no addresses."""
-    if real:
-        same = k.data_ptr() == v.data_ptr()
-    else:
-        same = torch._C._is_alias_of(k, v) and k.storage_offset() == v.storage_offset()
-    if not same or k.dtype != v.dtype or v.shape[-1] > k.shape[-1]:
-        return False
-    return all([a == b or size == 1 for a, b, size in zip(k.stride(), v.stride(), k.shape, strict=False)])
+def inside(k: Tensor, v: Tensor, real: bool = True) -> bool:
+    """Tell whether v is the first columns of k, in the same memory; of fake and meta tensors, in the same storage."""
+    alias: Any = torch._C._is_alias_of  # type: ignore[attr-defined]
+    same = k.data_ptr() == v.data_ptr() if real else alias(k, v) and k.storage_offset() == v.storage_offset()
+    strides = [(a, b) for a, b, size in zip(k.stride(), v.stride(), k.shape, strict=False) if size != 1]
+    return same and k.dtype == v.dtype and v.shape[-1] <= k.shape[-1] and all([a == b for a, b in strides])
 
 
 class Call(NamedTuple):

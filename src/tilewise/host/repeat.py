@@ -34,9 +34,9 @@ def aligned(addresses: Sequence[int]) -> list[bool]:
     return [address % 16 == 0 for address in addresses]
 
 
-def told(addresses: Sequence[int]) -> tuple[list[bool], bool]:
-    """Return what launches depend on of the addresses of q, k, v and so on: which are on 16-byte boundaries, and whether
-    v begins where k does. Guards see neither."""
+def of_addresses(addresses: Sequence[int]) -> tuple[list[bool], bool]:
+    """Return what launches depend on of the addresses of q, k, v and the rest, and guards do not see: which are on
+    16-byte boundaries, and whether v begins where k does, as it may be inside k."""
     return aligned(addresses), addresses[1] == addresses[2]
 
 
@@ -70,7 +70,7 @@ class Forward:
         None."""
         self.replay, self.o, self.lse, self.sums, self.counters, self.seeded = replay, o, lse, sums, counters, seeded
         self.index, self.count = tensors[0].device.index, len(tensors)
-        self.told = told([t.data_ptr() for t in tensors])
+        self.places = of_addresses([t.data_ptr() for t in tensors])
         self.name = ""
         """The back end's."""
 
@@ -99,7 +99,7 @@ class Forward:
 
     def fill(self, key: tuple[int, ...]) -> Any:
         """Return the launches with all addresses; none where they must be made anew."""
-        return self.replay.fill(key) if told(key[: self.count]) == self.told else ()
+        return self.replay.fill(key) if of_addresses(key[: self.count]) == self.places else ()
 
 
 def repeated_backward(

@@ -31,19 +31,19 @@ class Portable:
 
     def takes(self, problem: Problem) -> dict[Any, str]:
         """Take 8 bits on chips that have them, and keys in a cache where kernels split keys."""
-        p, old, sizes = problem, problem.target in NO_MATRIX_UNITS, f"{problem.D} and {problem.D_v}"
+        p, sizes, wide = problem, f"{problem.D} and {problem.D_v}", max(problem.D, problem.D_v) > 256
+        old, no_e4m3 = p.target in NO_MATRIX_UNITS, p.target not in (*WITH_FP8, "cpu")
         against_cache = holding({
             f"it stores a cache's results in q's type, got out_dtype={p.out_dtype}": p.out_dtype != p.dtype,
-        })  # fmt: skip
-        no_e4m3 = p.target not in (*WITH_FP8, "cpu")
-        against_e4m3 = holding({
-            f"Triton converts no e4m3 on {p.target}; convert the pages to q's type": no_e4m3,
-            f"it reads keys in 8 bits for head sizes up to 256, got {sizes}": max(p.D, p.D_v) > 256,
+            f"it reads keys in 8 bits for head sizes up to 256, got {sizes}": wide and p.k.dtype.itemsize == 1,
+            "its kernel for caches has not run on a GPU with head sizes above "
+            f"{split_keys.LARGEST}, got {sizes}; pass backend='triton' to run it":
+                split_keys.untried(p) and p.recipe.backend != self.name,
         })  # fmt: skip
         return {
             **dict.fromkeys(TAKES, ""),
             "cache": "; ".join(against_cache),
-            "8-bit keys": "; ".join(against_e4m3),
+            "8-bit keys": f"Triton converts no e4m3 on {p.target}; convert the pages to q's type" * no_e4m3,
             torch.int8: f"{p.target} multiplies no int8 in Triton; leave precision out" * old,
             torch.float8_e4m3fn: f"Triton multiplies no e4m3 on {p.target}; use precision='int8'" * no_e4m3,
         }
@@ -63,8 +63,6 @@ class Portable:
             stored: narrow and p.out_dtype != p.dtype,
             f"without a cache it takes head sizes up to {MAX_VALUE_SIZE}, got {sizes}; pass a layout=Cached(...)":
                 p.D > MAX_VALUE_SIZE and "cache" not in p.layout.needs,
-            f"its kernel that reads caches has not run on a GPU for head sizes above {tiles.SPLIT}, got {sizes}; pass "
-            "backend='triton' to run it": tiles.untried(p) and p.recipe.backend != self.name,
         })  # fmt: skip
         if not against and fp32 and precision(p) is None:
             where = p.target + " above head size 256" * wide

@@ -215,7 +215,7 @@ DECODE: Table = {
     ("hopper", 1, 128, 16): Tiles(16, 128, 4, 5, 255),
     ("hopper", 1, 128, 64): Tiles(64, 32, 8, 5),
     ("hopper", 1, 256, 64): Tiles(32, 32, 8, 3),
-    ("blackwell", 2, 576, 64): Tiles(16, 32, 8, 5),
+    ("blackwell", 2, 576, 64): Tiles(16, 16, 8, 7),
     ("blackwell", 4, 576, 16): Tiles(16, 16, 8, 1),
     ("ampere", 2, 128, 16): Tiles(16, 64, 4, 5, 255),
     ("ampere", 2, 256, 16): Tiles(16, 32, 4, 5),
@@ -233,36 +233,27 @@ DECODE: Table = {
     ("other", 4, 128, 16): Tiles(16, 32, 4, 1),
     ("other", 4, 256, 16): Tiles(16, 16, 4, 1),
     ("other", 4, 576, 16): Tiles(16, 16, 4, 1),
-    ("interpreter", 2, 256, 16): Tiles(16, 32, 4, 1),
-    ("interpreter", 2, 256, 64): Tiles(64, 64, 4, 1),
-    ("interpreter", 4, 256, 16): Tiles(16, 32, 4, 1),
-    ("interpreter", 4, 256, 64): Tiles(64, 64, 4, 1),
     ("interpreter", 4, 576, 16): Tiles(16, 32, 4, 1),
-    ("interpreter", 4, 576, 64): Tiles(64, 32, 4, 1),
+    ("interpreter", 4, 576, 64): Tiles(64, 64, 4, 1),
 }
 """Rows of the kernel that splits keys, by the bytes of an entry of K, and the rows of its tiles; where 8-bit keys have
-none, those of 16 bits serve. "V in K" is for `values_of_keys`. Of the stages, K and V have half each, and behind a
-look-up of a page a quarter, as Triton divides them among the loads of a chain."""
+none, those of 16 bits serve; "V in K" is where tiles of K serve as V. Of the stages, K and V have half each, and behind
+a look-up of a page a quarter, as Triton divides them among the loads of a chain."""
 
 SHORT = (32, 64)
 """Tokens up to which calls have separate rows."""
 SPECIAL = ("ieee", "tf32x3")
 """Precisions that have separate rows."""
 TABLES = {"forward": FORWARD, "dkdv": DKDV, "dq": DQ}
-BY_DEFAULT = {2: 512, 4: 256}
+BY_DEFAULT = {4: 256}
 """The largest head size that calls bring here by default, for bytes per entry. In fp32 some results above it are less
 accurate on a GPU than the rule allows (tests/card/test_wide_heads.py), so they run only by name."""
-
-SPLIT = 256
-"""The largest head size for which the kernel that splits keys has run on a GPU; those above it run by name alone."""
 
 HOPPER = ("sm_90", "sm_100", "sm_103")
 BLACKWELL = ("sm_100", "sm_103")
 AMPERE = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_120", "sm_121")
 LITTLE_MEMORY = ("sm_86", "sm_89", "sm_120", "sm_121")
 """Chips with 99 KiB of shared memory, too little for the rows of "dropout"."""
-SHARING = ("sm_90", "cpu")
-"""Chips on which V may be taken from K's tiles: elsewhere, what two products read in two ways is not copied ahead."""
 SHARED_KIB = {**dict.fromkeys(HOPPER, 227), "sm_80": 163, "sm_87": 163, **dict.fromkeys(LITTLE_MEMORY, 99)}
 """Shared memory of a block on chips whose rows have more than one stage."""
 NO_MATRIX_UNITS = ("sm_70", "sm_72", "sm_75")
@@ -399,23 +390,11 @@ def single_tile(p: Problem) -> tuple[Tiles, Tiles] | None:
     return None
 
 
-def untried(p: Problem) -> bool:
-    """Tell whether the kernel that splits keys has not run on a GPU for a problem's head sizes."""
-    return p.target != "cpu" and max(p.D, p.D_v) > SPLIT and "cache" in p.layout.needs
-
-
-def values_of_keys(p: Problem) -> bool:
-    """Tell whether the kernel that splits keys takes V from K's tiles, as V is K's first columns. Smaller heads are
-    measured with tiles of both."""
-    return p.within and p.D > SPLIT and p.target in SHARING
-
-
-def decode_tiles(p: Problem) -> Tiles:
+def decode_tiles(p: Problem, v_in_k: bool = False) -> Tiles:
     """Return the tile of the kernel that splits keys. Where results are invariant, its rows are one number for all."""
-    sizes = (4,) if p.dtype == torch.float32 else (1, 2) if p.k.dtype.itemsize == 1 else (2,)
+    sizes = (4,) if p.dtype == torch.float32 or p.target == "cpu" else (1, 2) if p.k.dtype.itemsize == 1 else (2,)
     rows = (16, 64) if p.M * (p.H // p.H_k) <= 16 and not p.layout.invariant else (64, 16)
-    rows = ("V in K", *rows) if values_of_keys(p) else rows
-    for size, count, n, kind in product((128, 256, 576), rows, sizes, chips(p.target)):
+    for size, count, n, kind in product((128, 256, 576), ("V in K",) * v_in_k + rows, sizes, chips(p.target)):
         if max(p.D, p.D_v) <= size and (kind, n, size, count) in DECODE:
             return DECODE[kind, n, size, count]
     raise AssertionError(f"no tiles for {p.target}, {p.dtype}, head size {max(p.D, p.D_v)}")

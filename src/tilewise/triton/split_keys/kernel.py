@@ -37,7 +37,8 @@ UNPACK = tl.constexpr("""{
 
 @triton.jit
 def step(t, q, acc, m, l, K, V, h, keys, at, variant, c, k_scale, split: tl.constexpr, MASKED: tl.constexpr):
-    """One key tile: S = Q K^T, its scores and mask, the online softmax, O += P V. q: what `queries` returns."""
+    """One key tile: S = Q K^T, its scores and mask, the online softmax, O += P V. q: what `queries` returns; V: None
+    where values are the first columns of keys."""
     P_SIZE: tl.constexpr = split.P
     D: tl.constexpr = split.d
     B_C: tl.constexpr = split.B_C
@@ -73,8 +74,9 @@ def step(t, q, acc, m, l, K, V, h, keys, at, variant, c, k_scale, split: tl.cons
 
 @triton.jit
 def load_values(V, h, keys, t, acc, TYPE: tl.constexpr, split: tl.constexpr, MASKED: tl.constexpr):
-    """Load the values of key tile t, in the slices of `acc`. With PAIRS two neighbours in 8 bits are loaded as one integer, and returned in two
-    blocks: matrix units take two keys at a time, and shared memory is read that way in units of 16 bits alone."""
+    """Load the values of key tile t, in slices as `acc`. With PAIRS two neighbours in 8 bits are loaded as one integer,
+    and returned in two blocks: matrix units take two keys at a time, and shared memory is read that way in units of 16
+    bits alone."""
     P_SIZE: tl.constexpr = split.P
     D_V: tl.constexpr = split.d_v
     B_C: tl.constexpr = split.B_C
@@ -111,19 +113,20 @@ def sum_keys(q, K, V, h, keys, at, variant, c, k_scale, work, split: tl.constexp
         acc = (tl.zeros([B_R, BLOCK // 2], tl.float32), tl.zeros([B_R, BLOCK // 2], tl.float32))
     else:
         FROM: tl.constexpr = split.d if V is None else split.d_v
-        SLICE: tl.constexpr = columns(TYPE, FROM, 0, False)
+        SLICE: tl.constexpr = columns(TYPE, FROM, 0, of_v=True)
         acc = ()
         for n in tl.static_range((split.d_v + SLICE - 1) // SLICE):
-            acc += (tl.zeros([B_R, columns(TYPE, FROM, n, False)], tl.float32),)
+            acc += (tl.zeros([B_R, columns(TYPE, FROM, n, of_v=True)], tl.float32),)
     m = tl.full([B_R], float("-inf"), tl.float32)
     l = tl.zeros([B_R], tl.float32)
-    WIDE_HEAD: tl.constexpr = split.d > WIDE
     # in large tiles, addresses that loops share would spill
-    for t in tl.range(work.lo, work.full_lo, num_stages=1, disable_licm=B_R > 16 or WIDE_HEAD):
+    SLICED: tl.constexpr = max(split.d, split.d_v) > WIDE
+    LARGE: tl.constexpr = SLICED or B_R > 16
+    for t in tl.range(work.lo, work.full_lo, num_stages=1, disable_licm=LARGE):
         acc, m, l = step(t, q, acc, m, l, K, V, h, keys, at, variant, c, k_scale, split, True)
-    for t in tl.range(work.full_lo, work.full_hi, num_stages=STAGES, disable_licm=WIDE_HEAD):
+    for t in tl.range(work.full_lo, work.full_hi, num_stages=STAGES, disable_licm=SLICED):
         acc, m, l = step(t, q, acc, m, l, K, V, h, keys, at, variant, c, k_scale, split, False)
-    for t in tl.range(work.full_hi, work.hi, num_stages=1, disable_licm=B_R > 16 or WIDE_HEAD):
+    for t in tl.range(work.full_hi, work.hi, num_stages=1, disable_licm=LARGE):
         acc, m, l = step(t, q, acc, m, l, K, V, h, keys, at, variant, c, k_scale, split, True)
     if split.PAIRS:
         return (tl.join(acc[0], acc[1]).reshape(B_R, BLOCK) * (1 / P_SCALE),), m, l
@@ -154,10 +157,10 @@ def load_queries(ptr, seen, d: tl.constexpr):
 
 
 @triton.constexpr_function
-def columns(dtype, d, n, split=True):
-    """Return how many columns slice n of a head has. There are several where the head has more than WIDE; and with
-    `split` in wide blocks of fp32, whose operands of a product are split."""
-    if d > WIDE.value or (split and dtype == tl.float32 and d > 128):
+def columns(dtype, d, n, of_v=False):
+    """Return how many columns slice n of q, K or V has; all but the last are equal. There are several above WIDE
+    columns, and of q and K in wide blocks of fp32, which splits each."""
+    if d > WIDE.value or (dtype == tl.float32 and d > 128 and not of_v):
         most = 32 if dtype == tl.float32 else 128
         return min(most, width(tl.float32, d - n * most))
     return width(dtype, d)
@@ -205,19 +208,19 @@ def attention_decode(Q, K, V, O, L, partial, batch, variant, scales, c, H_k, W, 
             q = (half,)
             k_scale *= power
         acc, m, l = sum_keys(q, K, V, h, keys, place, variant, c, k_scale, work, split)
+        if scales is not None:  # keys in 8 bits are of one slice
+            acc = (acc[0] * scale_of(scales.v, b, h, scales.v_batch, scales.v_head),)
         # computed anew, as rows kept over the loops would spill
         r = (work.r * work.each + work.x + work.count - 1) // work.each
         row = r * B_R + tl.arange(0, B_R)
         i, heads, seen = places_of(row, h, M, split)
         rows = i if batch.cu_q is None else work.q0 + i
         for n in tl.static_range(len(acc)):
-            part, entries = acc[n], n * acc[0].shape[1] + tl.arange(0, acc[n].shape[1])
-            if scales is not None:
-                part *= scale_of(scales.v, b, h, scales.v_batch, scales.v_head)
+            entries = n * acc[0].shape[1] + tl.arange(0, acc[n].shape[1])
             if work.count == work.each:
-                write(O, L, part, m, l, variant.sink, of_rows, rows, heads, seen, entries, D_V)
+                write(O, L, acc[n], m, l, variant.sink, of_rows, rows, heads, seen, entries, D_V)
             else:
-                store_partial(partial, part, m, l, batch, work.q0, row, work.x, w, H_k, h, seen, entries, split)
+                store_partial(partial, acc[n], m, l, batch, work.q0, row, work.x, w, H_k, h, seen, entries, split)
         at += work.count
     if batch.cu_q is not None:
         fill_rest(O, L, batch, split.G, H_k, D_V)
