@@ -161,7 +161,7 @@ def make(case: Case, device: str = "cpu", seed: int = 0) -> Call:
         table = torch.randperm(entries * width + 3, generator=draw)[: entries * width].view(entries, width).int()
     k, v = (_cache(case, size, table, used if table is None else needed, draw) for size in (case.D, case.D_v))
     if case.latent:
-        v = k[..., : case.D_v]
+        v = k if case.D_v == case.D else k[..., : case.D_v]
     if case.order == "KV":
         pairs = torch.stack([torch.nn.functional.pad(t, (0, max(case.D, case.D_v) - t.shape[-1])) for t in (k, v)], 2)
         k, v = pairs[:, :, 0, :, : case.D], pairs[:, :, 1, :, : case.D_v]

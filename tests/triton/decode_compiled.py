@@ -40,7 +40,6 @@ CASES = {
         ("chunks", {"invariant": 1024, "mask": tw.Causal() & tw.Window(1023, 0), "score": tw.SoftCap(50.0)}),
     )},
     "D576 page 64": {"D": 576, "H": 16, "H_k": 1},
-    "D320 page 64": {"D": 320},
 }  # fmt: skip
 
 

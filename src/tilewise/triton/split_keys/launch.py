@@ -105,8 +105,9 @@ def plan_of(p: Problem) -> PassPlan:
 
 def launches(p: Problem, pl: Plan, x: Operands, saved: Saved, partial: Tensor) -> list[Launch]:
     """Return the kernel that sums pieces of the keys, and the one that adds up what it leaves, if it does."""
-    read, scales = x[: 2 if v_in_k(p) else 3], scales_of(p.recipe.layout_of(x.extra), p.B, p.H_k)
-    inputs = [*(rows(adjacent(t)) for t in read), None][:3]
+    of_v = None if v_in_k(p) else rows(adjacent(x.v))
+    inputs = rows(adjacent(x.q)), rows(adjacent(x.k)), of_v
+    scales = scales_of(p.recipe.layout_of(x.extra), p.B, p.H_k)
     constants = {**pl.tiles.options(), **host_split.pdl(pl.split)}
     return host_split.launches_of(p, pl, x, saved, partial, attention_decode, inputs, (scales,), constants)
 
