@@ -4,7 +4,7 @@ Whatever a call must not read is poison: rows that no sequence has are NaN, and 
 are no page at all.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,6 +43,8 @@ class Case:
     invariant: int = 0
     dtype: torch.dtype = torch.float32
     order: str = "NHD"
+    latent: bool = False
+    """Whether v is k's first columns."""
 
     def __str__(self) -> str:
         return self.name
@@ -98,6 +100,29 @@ CASES = [
 ]  # fmt: skip
 
 
+LATENT = Case("latents", H=16, H_k=1, D=576, D_v=512, latent=True)
+LATENTS = [
+    LATENT,
+    replace(LATENT, name="latents, contiguous", page=None),
+    replace(LATENT, name="latents, 128 heads", H=128, queries=(2, 2), lengths=(70, 1), page=64),
+    replace(LATENT, name="latents, four queries, window", queries=(4,) * 3, mask=tw.Causal() & tw.Window(50, 0)),
+    replace(LATENT, name="latents, soft cap, sink", score=tw.SoftCap(5.0), sink=True, page=8),
+    replace(LATENT, name="latents, alibi, shared entries", score="alibi", index=(2, 0, 2), lengths=(70, 100, 33)),
+    replace(LATENT, name="latents, padded on the left", starts=(3, 0, 100), page=None),
+    replace(LATENT, name="latents, packed", queries=(1, 9, 2), lengths=(70, 9, 200), packed=True, unowned=3),
+    replace(LATENT, name="latents, invariant", queries=(1, 9, 2), lengths=(70, 9, 200), packed=True, invariant=64),
+    replace(LATENT, name="latents, heads first, of two heads", order="HND", H_k=2),
+    replace(LATENT, name="a prompt of latents", queries=(70,), lengths=(90,)),
+    replace(LATENT, name="latents, v apart", latent=False),
+    replace(LATENT, name="latents, v apart, contiguous", latent=False, page=None),
+    replace(LATENT, name="k is v", D=512, H=8),
+    replace(LATENT, name="head size 320", D=320, D_v=320, latent=False, H_k=2),
+    replace(LATENT, name="head size 530 and 60", D=530, D_v=60),
+    replace(LATENT, name="head size 64 and 500", D=64, D_v=500, latent=False),
+]
+"""Head sizes above 256, most with v in k's memory; a GPU takes them by name."""
+
+
 @dataclass
 class Call:
     """Tensors of a case: `attention(q, k, v, **options)`."""
@@ -135,6 +160,8 @@ def make(case: Case, device: str = "cpu", seed: int = 0) -> Call:
         width = case.capacity // P
         table = torch.randperm(entries * width + 3, generator=draw)[: entries * width].view(entries, width).int()
     k, v = (_cache(case, size, table, used if table is None else needed, draw) for size in (case.D, case.D_v))
+    if case.latent:
+        v = k if case.D_v == case.D else k[..., : case.D_v]
     if case.order == "KV":
         pairs = torch.stack([torch.nn.functional.pad(t, (0, max(case.D, case.D_v) - t.shape[-1])) for t in (k, v)], 2)
         k, v = pairs[:, :, 0, :, : case.D], pairs[:, :, 1, :, : case.D_v]

@@ -34,7 +34,7 @@ def run(call, backend, **changes):
 
 
 @pytest.mark.parametrize("backend", EACH)
-@pytest.mark.parametrize("case", caches.CASES, ids=str)
+@pytest.mark.parametrize("case", [*caches.CASES, *caches.LATENTS], ids=str)
 def test_as_the_reference_and_nothing_else_is_read(case, backend):
     call = caches.make(case, device_of(backend))
     found = run(call, backend)
@@ -361,6 +361,29 @@ def test_explain_tells_partial_sums(backend, B, sums):
     """Sixteen programs a key head sum a sequence each, but of a seventeenth a part each."""
     q, k = (torch.empty(B, n, H, 128, device="meta").bfloat16() for n, H in ((1, 32), (4096, 8)))
     assert f"{sums} partial sums" in tw.explain(q, k, k, device="sm_90", backend=backend).tiles
+
+
+@pytest.mark.parametrize("of", [torch.Tensor.clone, lambda t: t.to("meta")], ids=["addresses", "meta"])
+def test_explain_tells_whether_v_is_read_from_k(of):
+    """By memory and strides, however the view was made; and a GPU has not run it yet."""
+    call = caches.make(replace(caches.LATENT, dtype=torch.bfloat16))
+    k, other = of(call.k), of(call.k)
+    views = {
+        "a slice": (k[..., :512], True),
+        "reshaped": (k.flatten(2)[..., :512].unsqueeze(2), True),
+        "fewer columns": (k[..., :60], True),
+        "apart": (other[..., :512], False),
+        "contiguous": (k[..., :512].contiguous(), False),
+        "the last columns": (k[..., 64:], False),
+        "later pages": (k[1:][..., :512], False),
+    }
+    for name, (v, inside) in views.items():
+        keys = k[:-1] if name == "later pages" else k
+        options = {"layout": call.layout.to(k.device), "mask": tw.Causal(), "device": "sm_90"}
+        told = tw.explain(call.q.to(k.device), keys, v, **options, backend="triton").tiles
+        assert ("V is read from K's tiles" in told) == inside, name
+        assert "caches above head size 256 have not run on a GPU" in told
+    assert tw.explain(call.q.to(k.device), k, k[..., :512], **options).backend is None
 
 
 def test_few_queries_split_keys_on_hopper():

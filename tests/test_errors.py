@@ -87,13 +87,13 @@ WRONG = {
     "mixed types of v": (call(v_=k(dtype=torch.float64)), TypeError, ["q", "v", "float32", "float64", "one type"]),
     "mixed devices": (call(k_=k(device="meta")), ValueError, ["one device", "cpu", "meta"]),
     "integers": (call(q(dtype=torch.int64)), TypeError, ["q", "int64", "fp16, bf16, fp32 or fp64", ".to("]),
-    "head size over 512": (
-        call(q(2, 5, 4, 513), k(2, 7, 2, 513)),
+    "head size over 576": (
+        call(q(2, 5, 4, 577), k(2, 7, 2, 577)),
         ValueError,
-        ["head size", "513", "between 1 and 512", "split or pad"],
+        ["head size", "577", "between 1 and 576", "split or pad"],
     ),
     "head size of v over 512": (call(v_=k(2, 7, 2, 600)), ValueError, ["head size of v", "600", "between 1 and 512"]),
-    "head size 0": (call(q(2, 5, 4, 0), k(2, 7, 2, 0)), ValueError, ["head size", "0", "between 1 and 512"]),
+    "head size 0": (call(q(2, 5, 4, 0), k(2, 7, 2, 0)), ValueError, ["head size", "0", "between 1 and 576"]),
     "huge scale": (call(scale=1e39), ValueError, ["scale", "1e+39", "2^126"]),
     "negative scale": (call(scale=-0.5), ValueError, ["scale", "-0.5", ">= 0"]),
     "NaN scale": (call(scale=float("nan")), ValueError, ["scale", "nan", "finite"]),

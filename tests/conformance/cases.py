@@ -479,6 +479,8 @@ def _wide() -> Iterator[Case]:
         yield Case(f"wide D {D} {_name(dtype)}", B=1, M=40, N=45, D=D, dtype=dtype, mask=causal)
     for D, D_v in ((512, 64), (64, 512), (511, 264), (320, 1)):
         yield Case(f"wide D {D} D_v {D_v}", B=1, D=D, D_v=D_v, mask=causal)
+    for D, D_v, dtype in ((513, 512, fp32), (576, 512, bf16), (576, 32, fp16)):
+        yield Case(f"wide D {D} D_v {D_v} {_name(dtype)}", B=1, D=D, D_v=D_v, H=4, H_k=1, dtype=dtype, mask=causal)
     a = Case("", B=1, D=512)
     yield replace(a, name="wide GQA bf16", H=4, dtype=bf16, mask=causal)
     yield replace(a, name="wide MQA D_v", H=3, H_k=1, D=320, D_v=72)

@@ -279,6 +279,35 @@ def test_calls_at_one_address_are_told_apart(launched, monkeypatch):
     assert len({repr(each) for each in found}) == len(calls)
 
 
+def test_values_inside_keys_are_told_apart(launched, monkeypatch):
+    """Guards see no addresses: a kernel that takes V from K's tiles may not be launched for other values."""
+    q, pool, other = (torch.randn(*shape, 576, dtype=BF16) for shape in ((3, 1, 16), (64, 64, 1), (64, 64, 1)))
+    layout = tw.Cached(torch.full((3,), 100, dtype=torch.int32), torch.zeros(3, 8, dtype=torch.int32))
+    pairs = [
+        (pool, 0, pool),
+        (pool, 0, other),
+        (other, 0, other),
+        (pool, 64, pool),
+        (other, 0, pool),
+        (pool, 64, other),
+    ]
+    inside = [keys is values and not start for keys, start, values in pairs]
+    calls = [
+        partial(tw.attention, q, keys, values[..., start : start + 512], layout=layout, backend="triton")
+        for keys, start, values in pairs
+    ]
+    tensors = q, pool, other, pool[..., 64:], other[..., 64:], layout.lengths, layout.table
+    found = [given_to_launchers(launched, call, tensors) for _ in range(3) for call in (*calls, *reversed(calls))]
+    forget(monkeypatch)
+    wanted = [given_to_launchers(launched, call, tensors) for call in calls]
+    assert found[-2 * len(calls) :] == [*wanted, *reversed(wanted)]
+    functions = [{n for n in numbers(launches[0]) if str(n).startswith("function")} for launches in wanted]
+    assert [one == functions[0] for one in functions] == inside
+    for (_, start, values), within, launches in zip(pairs, inside, wanted, strict=True):
+        place = 1 + (values is other) + 2 * (start > 0)
+        assert numbers(launches[0]).count(f"tensor {place}") == 1, "of K or of V, not both" if within else "V is read"
+
+
 def test_which_tensor_is_unaligned_is_told_apart():
     """A kernel that reads o in pieces of 16 bytes may not be launched again where lse alone begins at such a place."""
     memory = torch.empty(1024)

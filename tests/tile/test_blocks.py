@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tilewise.call.problem import MAX_HEAD_SIZE
+from tilewise.call.problem import MAX_VALUE_SIZE
 from tilewise.tile.blocks import block
 from tilewise.tile.rows import Rows
 
@@ -24,7 +24,7 @@ def measure(X, out, d: tl.constexpr):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_no_block_is_narrower_than_its_products_allow(dtype):
     """Narrower than 64 columns are only rows of 16-bit types that fill them: nothing of them is padding."""
-    for d in range(1, MAX_HEAD_SIZE + 1):
+    for d in range(1, MAX_VALUE_SIZE + 1):
         out = torch.zeros(2, dtype=torch.int32)
         measure[(1,)](Rows(torch.zeros(16 * d, dtype=dtype), 0, d, 0), out, d)
         columns, exist = out.tolist()

@@ -34,21 +34,31 @@ CASES = {
     "D256 e4m3 prefill": {"eight": True, "M": 512, "D": 256},
     "D128 fp32": {"dtype": torch.float32},
     "D256 fp32": {"dtype": torch.float32, "D": 256},
-}
+    **{f"latents {name}": {"D": 576, "H": 16, "H_k": 1, "latent": True, **case} for name, case in (
+        ("page 64", {}), ("page 16", {"page": 16}), ("contiguous", {"page": 0}), ("128 heads", {"H": 128, "M": 2}),
+        ("prefill", {"M": 512}), ("fp32", {"dtype": torch.float32}),
+        ("chunks", {"invariant": 1024, "mask": tw.Causal() & tw.Window(1023, 0), "score": tw.SoftCap(50.0)}),
+    )},
+    "D576 page 64": {"D": 576, "H": 16, "H_k": 1},
+}  # fmt: skip
 
 
-def launches(target, D=128, page=64, M=1, invariant=0, mask=None, score=(), dtype=torch.bfloat16, eight=False):
-    """The launches of a case on a chip, with tensors on the meta device."""
-    B, H, H_k, n = 64, 32, 8, 4096
+def launches(
+    target, D=128, page=64, M=1, invariant=0, mask=None, score=(), dtype=torch.bfloat16, eight=False, H=32, H_k=8,
+    latent=False,
+):  # fmt: skip
+    """The launches of a case on a chip, with tensors on the meta device; with `latent`, V is K's first columns."""
+    B, n, D_v = 64, 4096, min(D, 512)
     empty = lambda *shape, kind=dtype: torch.empty(shape, dtype=kind, device="meta")  # noqa: E731
     table = empty(B, n // page, kind=torch.int32) if page else None
     cache = empty(1024, page, H_k, D) if page else empty(B, n, H_k, D)
     if eight:
         cache = tw.Quantized(cache.to(torch.float8_e4m3fn), empty(H_k, kind=torch.float32))
     layout = tw.Cached(empty(B, kind=torch.int32), table, invariant=invariant)
-    options = {"mask": mask or tw.Causal(), "score": score, "layout": layout}
-    p, x = described(target, empty(B, M, H, D), cache, cache, **options)
-    saved = Saved(empty(B, M, H, D), empty(B, H, M, kind=torch.float32))
+    options = {"mask": mask or tw.Causal(), "score": score, "layout": layout, "backend": "triton"}
+    values = cache if eight else cache[..., :D_v] if latent else torch.empty_like(cache[..., :D_v])
+    p, x = described(target, empty(B, M, H, D), cache, values, **options)
+    saved = Saved(empty(B, M, H, D_v), empty(B, H, M, kind=torch.float32))
     pl = decode_launch.plan(p)
     return decode_launch.launches(p, pl, x, saved, empty(pl.partial, kind=torch.float32))
 

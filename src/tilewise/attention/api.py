@@ -82,7 +82,8 @@ def attention(
         q: (B, M, H, D), any strides; fp16, bf16, fp32, or fp64 on the CPU. With `layout`, (T, H, D). q, k and v may all
             be Quantized, without gradients; o is then bf16.
         k: (B, N, H_k, D), H a multiple of H_k: each key head serves H / H_k query heads. With `layout`, (T', H_k, D).
-        v: (B, N, H_k, D_v). Head sizes are 1 to 512, in fp32 on a GPU above 256 by name. With `layout`, (T', H_k, D_v).
+        v: (B, N, H_k, D_v). Head sizes are 1 to 512, in fp32 on a GPU above 256 by name; of q and k in a cache, or on
+            the CPU, to 576. With `layout`, (T', H_k, D_v).
         mask: a Mask; combine several with `&`, `|` and `~`. Or a function of (b, h, i, j), see `Mask.of`. A row that
             sees no key has o = 0, lse = -inf and gradients of 0.
         score: a Score, a function of (s, b, h, i, j), see `Score.of`, or a sequence of these, applied left to right to

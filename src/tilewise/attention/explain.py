@@ -11,7 +11,7 @@ from ..call.backend import BACKWARD, FORWARD, candidates, planned, refusals, sel
 from ..call.check import check_arguments, describe, describe_fake
 from ..call.operands import Operands
 from ..call.options import Everything, as_mask, as_scores, spell_out
-from ..call.problem import Problem, matmul_setting, target_of
+from ..call.problem import Problem, inside, matmul_setting, target_of
 from ..call.recipe import Recipe
 from ..host.bundle import described
 from ..quantize.codes import empty_codes
@@ -185,4 +185,5 @@ def problem_on(x: Operands, recipe: Recipe, longest: tuple[int, int], device: st
             'pass device="cpu", "sm_90", "gfx942", …'
         )
     addressed = all(type(t) in (Tensor, torch.nn.Parameter) and not t.is_meta for t in (*x[:3], *x.extra))
-    return (describe if addressed else describe_fake)(x, recipe, longest)._replace(target=target, matmul=matmul)
+    found = (describe if addressed else describe_fake)(x, recipe, longest)
+    return found._replace(target=target, matmul=matmul, within=inside(x.k, x.v, addressed))

@@ -21,7 +21,7 @@ from ..values.value import FLOATING_TYPES, OPEN, Value, number_in
 from .backend import ORDER
 from .operands import Operands
 from .options import as_mask, as_scores
-from .problem import MAX_HEAD_SIZE, Problem, TensorSpec, lse_shape, matmul_setting, target_of
+from .problem import MAX_HEAD_SIZE, MAX_VALUE_SIZE, Problem, TensorSpec, inside, lse_shape, matmul_setting, target_of
 from .recipe import KINDS, Recipe
 
 TRANSPOSE = (
@@ -170,7 +170,8 @@ def describe(x: Operands, recipe: Recipe, longest: tuple[int, int], wanted: tupl
     """Return the checked Problem of a call with real tensors. `longest`: (max_q, max_k), used for packed sequences."""
     matmul = matmul_setting() if x.q.dtype == torch.float32 and not recipe.precision else None
     q, k, v, *extra = (TensorSpec.of(t) for t in (*x[:3], *x.extra))
-    problem = checked(Problem(recipe, q, k, v, tuple(extra), *longest, target_of(q.device), matmul, wanted))
+    within = inside(x.k, x.v)
+    problem = checked(Problem(recipe, q, k, v, tuple(extra), *longest, target_of(q.device), matmul, wanted, within))
     _check_lengths(problem)
     return problem
 
@@ -239,10 +240,10 @@ def _check_heads(p: Problem) -> None:
         raise ValueError(
             f"q and k must have one head size, got {p.D} and {p.k.shape[-1]}; project both to one (v's may differ)"
         )
-    for name, size in (("q and k", p.D), ("v", p.D_v)):
-        if not 1 <= size <= MAX_HEAD_SIZE:
+    for name, size, most in (("q and k", p.D, MAX_HEAD_SIZE), ("v", p.D_v, MAX_VALUE_SIZE)):
+        if not 1 <= size <= most:
             raise ValueError(
-                f"the head size of {name} must be between 1 and {MAX_HEAD_SIZE}, got {size}; split or pad the heads"
+                f"the head size of {name} must be between 1 and {most}, got {size}; split or pad the heads"
             )
 
 

@@ -21,7 +21,7 @@ from ..values.score import Score
 from .operands import Operands
 from .recipe import KINDS, Recipe
 
-MAX_HEAD_SIZE = 512
+MAX_HEAD_SIZE, MAX_VALUE_SIZE = 576, 512
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -42,6 +42,14 @@ class TensorSpec(NamedTuple):
         return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.stride(), aligned)
 
 
+def inside(k: Tensor, v: Tensor, real: bool = True) -> bool:
+    """Tell whether v is the first columns of k, in the same memory; of fake and meta tensors, in the same storage."""
+    alias: Any = torch._C._is_alias_of  # type: ignore[attr-defined]
+    same = k.data_ptr() == v.data_ptr() if real else alias(k, v) and k.storage_offset() == v.storage_offset()
+    strides = [(a, b) for a, b, size in zip(k.stride(), v.stride(), k.shape, strict=False) if size != 1]
+    return same and k.dtype == v.dtype and v.shape[-1] <= k.shape[-1] and all([a == b for a, b in strides])
+
+
 class Call(NamedTuple):
     """The fields of a Problem."""
 
@@ -58,6 +66,8 @@ class Call(NamedTuple):
     """Torch's setting "highest", "high" or "medium", if q is fp32 and no precision is named; else None."""
     wanted: tuple[bool, ...] = ()
     """Which extra operands need a gradient; filled in for a backward."""
+    within: bool = False
+    """Whether v is the first columns of k, in the same memory."""
 
 
 class Problem(Call):

@@ -42,7 +42,7 @@ class Hopper:
             f"its fp32 kernels take head sizes up to 128, {sizes}": fp32 and largest > 128,
             "its fp32 kernels know no scores and no dropout": fp32 and (recipe.score or recipe.dropout),
             f"it takes fp16, bf16 and fp32, not {_name(p.dtype)}": p.dtype == torch.float64,
-            f"it takes head sizes up to 256, {sizes}; backend='triton' takes them to 512": not fp32 and largest > 256,
+            f"it takes head sizes up to 256, {sizes}; backend='triton' takes larger ones": not fp32 and largest > 256,
             f"head sizes must be multiples of 8, {sizes}; pad them": p.D % 8 or p.D_v % 8,
             "it leaves packed sequences with a bias to the portable kernels": p.biased and not p.layout.uniform,
             "it needs a query and two keys": p.N < 2 or 0 in (p.B, p.M),

@@ -34,6 +34,12 @@ def aligned(addresses: Sequence[int]) -> list[bool]:
     return [address % 16 == 0 for address in addresses]
 
 
+def of_addresses(addresses: Sequence[int]) -> tuple[list[bool], bool]:
+    """Return what launches depend on of the addresses of q, k, v and the rest, and guards do not see: which are on
+    16-byte boundaries, and whether v begins where k does, as it may be inside k."""
+    return aligned(addresses), addresses[1] == addresses[2]
+
+
 def launch(launches: Any) -> None:
     """Run launchers with their arguments; where the driver refuses, the second way tells why."""
     for start, given, again in launches:
@@ -63,7 +69,8 @@ class Forward:
         """`o`, `lse` and `sums` are sizes, `sums` of partial sums or None; `counters` are addresses by stream, or
         None."""
         self.replay, self.o, self.lse, self.sums, self.counters, self.seeded = replay, o, lse, sums, counters, seeded
-        self.index, self.aligned = tensors[0].device.index, aligned([t.data_ptr() for t in tensors])
+        self.index, self.count = tensors[0].device.index, len(tensors)
+        self.places = of_addresses([t.data_ptr() for t in tensors])
         self.name = ""
         """The back end's."""
 
@@ -92,7 +99,7 @@ class Forward:
 
     def fill(self, key: tuple[int, ...]) -> Any:
         """Return the launches with all addresses; none where they must be made anew."""
-        return self.replay.fill(key) if aligned(key[: len(self.aligned)]) == self.aligned else ()
+        return self.replay.fill(key) if of_addresses(key[: self.count]) == self.places else ()
 
 
 def repeated_backward(

@@ -15,7 +15,7 @@ from ..tile.combine import attention_combine
 from ..tile.line import Split
 from ..tile.ranges import Variant
 from ..tile.softmax import LOG2E
-from .arguments import batch_of, cdiv, rows, rows_of_lse, scale_of, sequences_in_line
+from .arguments import batch_of, cdiv, power_of_2, rows, rows_of_lse, scale_of, sequences_in_line
 from .launch import Launch, current_stream
 from .outputs import empty, empty_saved, fill_empty
 from .plan import Launched, plan_of
@@ -120,7 +120,7 @@ def launches_of(
     arguments = (*inputs, *both, *scales, scale_of(p) * LOG2E.value, p.H_k, pl.programs)
     found = [Launch(kernel, pl.programs * p.H_k, arguments, {"split": pl.split, **constants}, pl.compiled)]
     if pl.partial:
-        constants = {"B_X": COMBINED, "num_warps": cdiv(p.D_v, 128), "split": pl.split, **pdl(pl.split)}
+        constants = {"B_X": COMBINED, "num_warps": power_of_2(cdiv(p.D_v, 128)), "split": pl.split, **pdl(pl.split)}
         arguments = (*both, p.H_k, pl.programs)
         found.append(Launch(attention_combine, p.queries * p.H, arguments, constants, pl.compiled))
     return found

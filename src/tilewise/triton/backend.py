@@ -9,7 +9,7 @@ import triton
 
 from ..call.backend import FORWARD, Pass, Plan, holding
 from ..call.operands import Grads, Operands
-from ..call.problem import MAX_HEAD_SIZE, Problem, TensorSpec, empty_parts
+from ..call.problem import MAX_HEAD_SIZE, MAX_VALUE_SIZE, Problem, TensorSpec, empty_parts
 from ..host.arguments import NARROW
 from ..host.plan import plan_of
 from ..host.repeat import repeated
@@ -31,12 +31,15 @@ class Portable:
 
     def takes(self, problem: Problem) -> dict[Any, str]:
         """Take 8 bits on chips that have them, and keys in a cache where kernels split keys."""
-        p, old = problem, problem.target in NO_MATRIX_UNITS
+        p, sizes, wide = problem, f"{problem.D} and {problem.D_v}", max(problem.D, problem.D_v) > 256
+        old, no_e4m3 = p.target in NO_MATRIX_UNITS, p.target not in (*WITH_FP8, "cpu")
         against_cache = holding({
-            f"it splits keys for head sizes up to 256, got {p.D} and {p.D_v}": max(p.D, p.D_v) > 256,
             f"it stores a cache's results in q's type, got out_dtype={p.out_dtype}": p.out_dtype != p.dtype,
+            f"it reads keys in 8 bits for head sizes up to 256, got {sizes}": wide and p.k.dtype.itemsize == 1,
+            "its kernel for caches has not run on a GPU with head sizes above "
+            f"{split_keys.LARGEST}, got {sizes}; pass backend='triton' to run it":
+                split_keys.untried(p) and p.recipe.backend != self.name,
         })  # fmt: skip
-        no_e4m3 = p.target not in (*WITH_FP8, "cpu")
         return {
             **dict.fromkeys(TAKES, ""),
             "cache": "; ".join(against_cache),
@@ -58,6 +61,8 @@ class Portable:
             f"its fp32 kernels for head sizes above {tiles.BY_DEFAULT[4]}, got {sizes}, may round 4 times as much as "
             "PyTorch; pass backend='triton' to run them": inexact,
             stored: narrow and p.out_dtype != p.dtype,
+            f"without a cache it takes head sizes up to {MAX_VALUE_SIZE}, got {sizes}; pass a layout=Cached(...)":
+                p.D > MAX_VALUE_SIZE and "cache" not in p.layout.needs,
         })  # fmt: skip
         if not against and fp32 and precision(p) is None:
             where = p.target + " above head size 256" * wide

@@ -207,38 +207,45 @@ DECODE: Table = {
     ("hopper", 2, 256, 16): Tiles(16, 32, 4, 7, 255),
     ("hopper", 2, 128, 64): Tiles(64, 32, 4, 7),
     ("hopper", 2, 256, 64): Tiles(64, 32, 8, 3),
+    ("hopper", 2, 576, 64): Tiles(64, 16, 8, 8),
+    ("hopper", 2, 576, "V in K"): Tiles(64, 32, 8, 8),
     ("hopper", 4, 128, 16): Tiles(16, 32, 4, 3),
     ("hopper", 4, 256, 16): Tiles(16, 32, 8, 3),
+    ("hopper", 4, 576, 16): Tiles(16, 32, 8, 1),
     ("hopper", 1, 128, 16): Tiles(16, 128, 4, 5, 255),
     ("hopper", 1, 128, 64): Tiles(64, 32, 8, 5),
     ("hopper", 1, 256, 64): Tiles(32, 32, 8, 3),
+    ("blackwell", 2, 576, 64): Tiles(16, 16, 8, 7),
+    ("blackwell", 4, 576, 16): Tiles(16, 16, 8, 1),
     ("ampere", 2, 128, 16): Tiles(16, 64, 4, 5, 255),
     ("ampere", 2, 256, 16): Tiles(16, 32, 4, 5),
     ("ampere", 2, 128, 64): Tiles(64, 64, 8, 5),
     ("ampere", 2, 256, 64): Tiles(64, 32, 8, 3),
+    ("ampere", 2, 576, 16): Tiles(16, 16, 8, 5),
     ("ampere", 4, 128, 16): Tiles(16, 32, 4, 3),
     ("ampere", 4, 256, 16): Tiles(16, 32, 8, 3),
+    ("ampere", 4, 576, 16): Tiles(16, 16, 8, 1),
     ("other", 2, 128, 16): Tiles(16, 32, 4, 5),
     ("other", 2, 256, 16): Tiles(16, 32, 4, 3),
     ("other", 2, 128, 64): Tiles(64, 32, 4, 3),
     ("other", 2, 256, 64): Tiles(64, 32, 8, 1),
+    ("other", 2, 576, 16): Tiles(16, 16, 4, 1),
     ("other", 4, 128, 16): Tiles(16, 32, 4, 1),
     ("other", 4, 256, 16): Tiles(16, 16, 4, 1),
-    ("interpreter", 2, 256, 16): Tiles(16, 32, 4, 1),
-    ("interpreter", 2, 256, 64): Tiles(64, 64, 4, 1),
-    ("interpreter", 4, 256, 16): Tiles(16, 32, 4, 1),
-    ("interpreter", 4, 256, 64): Tiles(64, 64, 4, 1),
+    ("other", 4, 576, 16): Tiles(16, 16, 4, 1),
+    ("interpreter", 4, 576, 16): Tiles(16, 32, 4, 1),
+    ("interpreter", 4, 576, 64): Tiles(64, 64, 4, 1),
 }
 """Rows of the kernel that splits keys, by the bytes of an entry of K, and the rows of its tiles; where 8-bit keys have
-none, those of 16 bits serve. Of the stages, K and V have half each, and behind a look-up of a page a quarter, as Triton
-divides them among the loads of a chain."""
+none, those of 16 bits serve; "V in K" is where tiles of K serve as V. Of the stages, K and V have half each, and behind
+a look-up of a page a quarter, as Triton divides them among the loads of a chain."""
 
 SHORT = (32, 64)
 """Tokens up to which calls have separate rows."""
 SPECIAL = ("ieee", "tf32x3")
 """Precisions that have separate rows."""
 TABLES = {"forward": FORWARD, "dkdv": DKDV, "dq": DQ}
-BY_DEFAULT = {2: 512, 4: 256}
+BY_DEFAULT = {4: 256}
 """The largest head size that calls bring here by default, for bytes per entry. In fp32 some results above it are less
 accurate on a GPU than the rule allows (tests/card/test_wide_heads.py), so they run only by name."""
 
@@ -383,11 +390,11 @@ def single_tile(p: Problem) -> tuple[Tiles, Tiles] | None:
     return None
 
 
-def decode_tiles(p: Problem) -> Tiles:
+def decode_tiles(p: Problem, v_in_k: bool = False) -> Tiles:
     """Return the tile of the kernel that splits keys. Where results are invariant, its rows are one number for all."""
-    sizes = (4,) if p.dtype == torch.float32 else (1, 2) if p.k.dtype.itemsize == 1 else (2,)
+    sizes = (4,) if p.dtype == torch.float32 or p.target == "cpu" else (1, 2) if p.k.dtype.itemsize == 1 else (2,)
     rows = (16, 64) if p.M * (p.H // p.H_k) <= 16 and not p.layout.invariant else (64, 16)
-    for size, count, n, kind in product((128, 256), rows, sizes, chips(p.target)):
+    for size, count, n, kind in product((128, 256, 576), ("V in K",) * v_in_k + rows, sizes, chips(p.target)):
         if max(p.D, p.D_v) <= size and (kind, n, size, count) in DECODE:
             return DECODE[kind, n, size, count]
     raise AssertionError(f"no tiles for {p.target}, {p.dtype}, head size {max(p.D, p.D_v)}")

@@ -20,7 +20,8 @@ class Cached(Layout):
 
     Without `table`, k is (entries, capacity, H_k, D) and v (entries, capacity, H_k, D_v): sequence b has the rows of
     entry `index[b]`, or b. With `table`, k is (pages, P, H_k, D) and v (pages, P, H_k, D_v), and row r of sequence b is
-    row r % P of page `table[index[b] or b, r // P]`. k and v may have any strides.
+    row r % P of page `table[index[b] or b, r // P]`. k and v may have any strides. v may be k's first columns, as of
+    latents (MLA).
 
     Sequence b has the keys in rows starts[b] <= r < lengths[b]. Their indices are j = r - starts[b], and there are
     N_b = lengths[b] - starts[b] of them. Masks and scores use N_b and the sequence's own number of queries, so its last

@@ -21,6 +21,8 @@ from ...tile.softmax import online_softmax
 P_SCALE = tl.constexpr(2.0**15)
 """Scales P where products are in fp16, to fill its range."""
 LARGEST = tl.constexpr(2.0**126)
+WIDE = tl.constexpr(256)
+"""Head size above which q, K and V are in slices: of a block of 512 columns, addresses alone would fill registers."""
 E4M3 = tl.constexpr(tl.float8e4nv)
 # (a0, b0) and (a1, b1) of two keys become (a0, a1) and (b0, b1)
 UNPACK = tl.constexpr("""{
@@ -35,7 +37,8 @@ UNPACK = tl.constexpr("""{
 
 @triton.jit
 def step(t, q, acc, m, l, K, V, h, keys, at, variant, c, k_scale, split: tl.constexpr, MASKED: tl.constexpr):
-    """One key tile: S = Q K^T, its scores and mask, the online softmax, O += P V. q: what `queries` returns."""
+    """One key tile: S = Q K^T, its scores and mask, the online softmax, O += P V. q: what `queries` returns; V: None
+    where values are the first columns of keys."""
     P_SIZE: tl.constexpr = split.P
     D: tl.constexpr = split.d
     B_C: tl.constexpr = split.B_C
@@ -45,9 +48,11 @@ def step(t, q, acc, m, l, K, V, h, keys, at, variant, c, k_scale, split: tl.cons
     TYPE: tl.constexpr = q[0].dtype
     SLICE: tl.constexpr = q[0].shape[1]
     j = (t * B_C + tl.arange(0, B_C))[None, :]
-    S = dot(q[0], load_keys(K, h, keys, t, P_SIZE, D, B_C, SLICE, MASKED).to(TYPE).T, PRECISION)  # (B_r, B_c)
+    k = (load_keys(K, h, keys, t, P_SIZE, D, B_C, SLICE, MASKED).to(TYPE),)
+    S = dot(q[0], k[0].T, PRECISION)  # (B_r, B_c)
     for n in tl.static_range(1, len(q)):
-        S += dot(q[n], load_keys(K, h, keys, t, P_SIZE, D, B_C, SLICE, MASKED, n * SLICE).to(TYPE).T, PRECISION)
+        k += (load_keys(K, h, keys, t, P_SIZE, D, B_C, q[n].shape[1], MASKED, n * SLICE).to(TYPE),)
+        S += dot(q[n], k[n].T, PRECISION)
     if k_scale is not None:
         S *= k_scale
     S = apply_scores(variant.scores, S, Entries(at.b, at.h, at.i0, at.i, 0, j), len(variant.scores))
@@ -55,11 +60,11 @@ def step(t, q, acc, m, l, K, V, h, keys, at, variant, c, k_scale, split: tl.cons
         seen = visible(variant.mask, at.b, at.h, at.i, j) & (j >= keys.first) & (j < keys.last)
         S = tl.where(seen, S, float("-inf"))
     P, alpha, m, l = online_softmax(S, m, l, c)
-    values = load_values(V, h, keys, t, TYPE, split, MASKED)
+    values = k if V is None else load_values(V, h, keys, t, acc, TYPE, split, MASKED)
     if split.PAIRS:
         P *= P_SCALE
     sums = ()
-    for n in tl.static_range(len(values)):
+    for n in tl.static_range(len(acc)):
         if TYPE == tl.float32:
             sums += (tl.fma(acc[n], alpha[:, None], dot(P, values[n], PRECISION)),)
         else:
@@ -68,19 +73,23 @@ def step(t, q, acc, m, l, K, V, h, keys, at, variant, c, k_scale, split: tl.cons
 
 
 @triton.jit
-def load_values(V, h, keys, t, TYPE: tl.constexpr, split: tl.constexpr, MASKED: tl.constexpr):
-    """Load the values of key tile t. With PAIRS two neighbours in 8 bits are loaded as one integer, and returned in two
-    blocks: matrix units take two keys at a time, and shared memory is read that way in units of 16 bits alone."""
+def load_values(V, h, keys, t, acc, TYPE: tl.constexpr, split: tl.constexpr, MASKED: tl.constexpr):
+    """Load the values of key tile t, in slices as `acc`. With PAIRS two neighbours in 8 bits are loaded as one integer,
+    and returned in two blocks: matrix units take two keys at a time, and shared memory is read that way in units of 16
+    bits alone."""
     P_SIZE: tl.constexpr = split.P
     D_V: tl.constexpr = split.d_v
     B_C: tl.constexpr = split.B_C
-    BLOCK: tl.constexpr = width(TYPE, split.d_v)
+    SLICE: tl.constexpr = acc[0].shape[1]
     if split.PAIRS:
         pairs = Rows(V.ptr.to(tl.pointer_type(tl.uint16), bitcast=True), V.batch // 2, V.row // 2, V.head // 2)
-        x = load_keys(pairs, h, keys, t, P_SIZE, D_V // 2, B_C, BLOCK // 2, MASKED)
+        x = load_keys(pairs, h, keys, t, P_SIZE, D_V // 2, B_C, SLICE, MASKED)
         return unpack(x, split.HOPPER)
     else:
-        return (load_keys(V, h, keys, t, P_SIZE, D_V, B_C, BLOCK, MASKED).to(TYPE),)
+        values = ()
+        for n in tl.static_range(len(acc)):
+            values += (load_keys(V, h, keys, t, P_SIZE, D_V, B_C, acc[n].shape[1], MASKED, n * SLICE).to(TYPE),)
+        return values
 
 
 @triton.jit
@@ -97,25 +106,32 @@ def unpack(x, HOPPER: tl.constexpr):
 def sum_keys(q, K, V, h, keys, at, variant, c, k_scale, work, split: tl.constexpr):
     """Sum key tiles, in order. work: what `work_at` returns."""
     B_R: tl.constexpr = split.B_R
-    BLOCK: tl.constexpr = width(q[0].dtype.element_ty if split.AHEAD else q[0].dtype, split.d_v)
+    TYPE: tl.constexpr = q[0].dtype.element_ty if split.AHEAD else q[0].dtype
     STAGES: tl.constexpr = split.STAGES
     if split.PAIRS:
+        BLOCK: tl.constexpr = width(TYPE, split.d_v)
         acc = (tl.zeros([B_R, BLOCK // 2], tl.float32), tl.zeros([B_R, BLOCK // 2], tl.float32))
     else:
-        acc = (tl.zeros([B_R, BLOCK], tl.float32),)
+        FROM: tl.constexpr = split.d if V is None else split.d_v
+        SLICE: tl.constexpr = columns(TYPE, FROM, 0, of_v=True)
+        acc = ()
+        for n in tl.static_range((split.d_v + SLICE - 1) // SLICE):
+            acc += (tl.zeros([B_R, columns(TYPE, FROM, n, of_v=True)], tl.float32),)
     m = tl.full([B_R], float("-inf"), tl.float32)
     l = tl.zeros([B_R], tl.float32)
     # in large tiles, addresses that loops share would spill
-    for t in tl.range(work.lo, work.full_lo, num_stages=1, disable_licm=B_R > 16):
+    SLICED: tl.constexpr = max(split.d, split.d_v) > WIDE
+    LARGE: tl.constexpr = SLICED or B_R > 16
+    for t in tl.range(work.lo, work.full_lo, num_stages=1, disable_licm=LARGE):
         acc, m, l = step(t, q, acc, m, l, K, V, h, keys, at, variant, c, k_scale, split, True)
-    for t in tl.range(work.full_lo, work.full_hi, num_stages=STAGES):
+    for t in tl.range(work.full_lo, work.full_hi, num_stages=STAGES, disable_licm=SLICED):
         acc, m, l = step(t, q, acc, m, l, K, V, h, keys, at, variant, c, k_scale, split, False)
-    for t in tl.range(work.full_hi, work.hi, num_stages=1, disable_licm=B_R > 16):
+    for t in tl.range(work.full_hi, work.hi, num_stages=1, disable_licm=LARGE):
         acc, m, l = step(t, q, acc, m, l, K, V, h, keys, at, variant, c, k_scale, split, True)
     if split.PAIRS:
-        return tl.join(acc[0], acc[1]).reshape(B_R, BLOCK) * (1 / P_SCALE), m, l
+        return (tl.join(acc[0], acc[1]).reshape(B_R, BLOCK) * (1 / P_SCALE),), m, l
     else:
-        return acc[0], m, l
+        return acc, m, l
 
 
 @triton.jit
@@ -130,20 +146,24 @@ def queries(ptr, seen, split: tl.constexpr):
 @triton.jit
 def load_queries(ptr, seen, d: tl.constexpr):
     """Load rows of q from their addresses, in slices of columns."""
-    BLOCK: tl.constexpr = width(ptr.dtype.element_ty, d)
-    SLICE: tl.constexpr = slice_of(ptr.dtype.element_ty, BLOCK)
+    TYPE: tl.constexpr = ptr.dtype.element_ty
+    SLICE: tl.constexpr = columns(TYPE, d, 0)
     q = ()
-    for n in tl.static_range(BLOCK // SLICE):
-        entries = n * SLICE + tl.arange(0, SLICE)
+    for n in tl.static_range((d + SLICE - 1) // SLICE):
+        entries = n * SLICE + tl.arange(0, columns(TYPE, d, n))
         inside = seen[:, None] & (entries < d)[None, :]
         q += (tl.load(ptr[:, None] + entries[None, :], mask=inside, other=0.0),)
     return q
 
 
 @triton.constexpr_function
-def slice_of(dtype, block):
-    """Return the columns of q and K that are multiplied at a time: few in wide blocks of fp32, which splits each."""
-    return 32 if dtype == tl.float32 and block > 128 else block
+def columns(dtype, d, n, of_v=False):
+    """Return how many columns slice n of q, K or V has; all but the last are equal. There are several above WIDE
+    columns, and of q and K in wide blocks of fp32, which splits each."""
+    if d > WIDE.value or (dtype == tl.float32 and d > 128 and not of_v):
+        most = 32 if dtype == tl.float32 else 128
+        return min(most, width(tl.float32, d - n * most))
+    return width(dtype, d)
 
 
 @triton.jit
@@ -188,18 +208,19 @@ def attention_decode(Q, K, V, O, L, partial, batch, variant, scales, c, H_k, W, 
             q = (half,)
             k_scale *= power
         acc, m, l = sum_keys(q, K, V, h, keys, place, variant, c, k_scale, work, split)
-        if scales is not None:
-            acc *= scale_of(scales.v, b, h, scales.v_batch, scales.v_head)
+        if scales is not None:  # keys in 8 bits are of one slice
+            acc = (acc[0] * scale_of(scales.v, b, h, scales.v_batch, scales.v_head),)
         # computed anew, as rows kept over the loops would spill
         r = (work.r * work.each + work.x + work.count - 1) // work.each
         row = r * B_R + tl.arange(0, B_R)
         i, heads, seen = places_of(row, h, M, split)
         rows = i if batch.cu_q is None else work.q0 + i
-        entries = tl.arange(0, acc.shape[1])
-        if work.count == work.each:
-            write(O, L, acc, m, l, variant.sink, of_rows, rows, heads, seen, entries, D_V)
-        else:
-            store_partial(partial, acc, m, l, batch, work.q0, row, work.x, w, H_k, h, seen, entries, split)
+        for n in tl.static_range(len(acc)):
+            entries = n * acc[0].shape[1] + tl.arange(0, acc[n].shape[1])
+            if work.count == work.each:
+                write(O, L, acc[n], m, l, variant.sink, of_rows, rows, heads, seen, entries, D_V)
+            else:
+                store_partial(partial, acc[n], m, l, batch, work.q0, row, work.x, w, H_k, h, seen, entries, split)
         at += work.count
     if batch.cu_q is not None:
         fill_rest(O, L, batch, split.G, H_k, D_V)

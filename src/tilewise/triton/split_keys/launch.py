@@ -13,13 +13,18 @@ from ...host import split as host_split
 from ...host.arguments import adjacent, rows, scales_of
 from ...host.launch import Launch, multiprocessors
 from ..tiles import HOPPER, Tiles, decode_tiles, precision
-from .kernel import attention_decode
+from .kernel import WIDE, attention_decode
 
 LEAST = 64
 """The fewest keys that a program takes."""
 FAST_MEMORY = 4e12
 """Below these bytes a second (H100: 3.4e12), keys are read faster with fewer loads in flight, as they are where two
 programs share a multiprocessor."""
+LARGEST = 256
+"""The largest head size with which the kernel has run on a GPU. Larger ones run only by name until
+tests/card/test_latents.py has passed."""
+SHARING = "sm_90", "cpu"
+"""Chips on which tiles of K serve as V, too: elsewhere, what two products read in two ways is not copied ahead."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +37,7 @@ class Plan(host_split.SplitPlan):
 @once
 def plan(p: Problem) -> Plan:
     """Plan a problem with its row of tile sizes."""
-    tiles = decode_tiles(p)
+    tiles = decode_tiles(p, v_in_k(p))
     return planned(p, tiles, programs(p, tiles))
 
 
@@ -41,8 +46,9 @@ def planned(p: Problem, tiles: Tiles, W: int, least: int = LEAST) -> Plan:
     page = p.layout.page(p)
     stages = tiles.stages if page else (tiles.stages + 1) // 2
     decodes = p.target in HOPPER and tiles.B_r == 16 and p.k.dtype.itemsize == 2
-    ahead = decodes and not page  # with pages it is slower
-    if decodes and max(p.D, p.D_v) <= 128:
+    widest = max(p.D, p.D_v)
+    ahead = decodes and widest <= WIDE.value and not page  # with pages it is slower
+    if decodes and widest <= 128:
         slow, shared = bandwidth(p.q.device) < FAST_MEMORY, W * p.H_k > multiprocessors(p.q.device)
         # with pages, look-ups take stages of their own
         stages -= slow + shared if ahead else 2 * (slow or shared)
@@ -51,6 +57,16 @@ def planned(p: Problem, tiles: Tiles, W: int, least: int = LEAST) -> Plan:
         HOPPER=p.target in HOPPER, PAIRS=paired(p), AHEAD=ahead,
     )  # fmt: skip
     return Plan(*fields, tiles)
+
+
+def untried(p: Problem) -> bool:
+    """Tell whether the kernel has not run on a GPU for a problem's head sizes."""
+    return p.target != "cpu" and max(p.D, p.D_v) > LARGEST
+
+
+def v_in_k(p: Problem) -> bool:
+    """Tell whether tiles of K serve as V, which is K's first columns. Smaller heads are measured with tiles of both."""
+    return p.within and p.D > WIDE.value and p.target in SHARING
 
 
 def paired(p: Problem) -> bool:
@@ -69,7 +85,8 @@ def programs(p: Problem, tiles: Tiles) -> int:
     W, tiles_of_rows = max(1, count // p.H_k), host_split.row_tiles(p, tiles.B_r)
     # a program waits between tiles of rows, longer with pages
     many = tiles_of_rows >= (1 if page else 8) * W
-    if many or chunk or p.k.dtype.itemsize == 1 or p.M * (p.H // p.H_k) > 64 or look_ups > 1:
+    two_fit = max(p.D, p.D_v) <= WIDE.value
+    if two_fit and (many or chunk or p.k.dtype.itemsize == 1 or p.M * (p.H // p.H_k) > 64 or look_ups > 1):
         W = max(1, 2 * count // p.H_k)
     return host_split.dividing(p, tiles.B_r, W)
 
@@ -88,11 +105,15 @@ def plan_of(p: Problem) -> PassPlan:
 
 def launches(p: Problem, pl: Plan, x: Operands, saved: Saved, partial: Tensor) -> list[Launch]:
     """Return the kernel that sums pieces of the keys, and the one that adds up what it leaves, if it does."""
-    inputs, scales = [rows(adjacent(t)) for t in x[:3]], scales_of(p.recipe.layout_of(x.extra), p.B, p.H_k)
+    of_v = None if v_in_k(p) else rows(adjacent(x.v))
+    inputs = rows(adjacent(x.q)), rows(adjacent(x.k)), of_v
+    scales = scales_of(p.recipe.layout_of(x.extra), p.B, p.H_k)
     constants = {**pl.tiles.options(), **host_split.pdl(pl.split)}
     return host_split.launches_of(p, pl, x, saved, partial, attention_decode, inputs, (scales,), constants)
 
 
 def describe(p: Problem, pl: Plan) -> list[str]:
     """Describe what runs a problem."""
-    return host_split.describe(p, pl, f"{pl.tiles.warps} warps", p.layout.look_ups(p, pl.tiles.B_c))
+    words = host_split.describe(p, pl, f"{pl.tiles.warps} warps", p.layout.look_ups(p, pl.tiles.B_c))
+    of_v = ["V is read from K's tiles"] * v_in_k(p)
+    return words + of_v + [f"caches above head size {LARGEST} have not run on a GPU"] * untried(p)
