@@ -143,7 +143,7 @@ def launches(D: int, options: dict[str, Any]) -> list[Any]:
         pl = decode_launch.plan(p)
         return decode_launch.launches(p, pl, x, saved, meta(pl.partial, dtype=torch.float32))
     pl = plan.plan(p)
-    if p.layout.page(p) is not None:
+    if p.layout.page(p) is not None or D in PADDED:
         return launch.forward_launches(p, pl, x, saved, counter)
     scratch, do = launch.empty_scratch(p, pl.backward_tile, pl.ready, q.device), torch.empty_like(of_o, dtype=q.dtype)
     narrow = saved._replace(o=do)  # a backward reads o in q's type
@@ -166,8 +166,6 @@ def main(only: str | None = None) -> Iterator[dict[str, Any]]:
         for name in [only] if only else names:
             for one in launches(D, calls()[name]):
                 kernel = one.kernel.fn.__name__
-                if D in PADDED and kernel == "attention_backward":
-                    continue
                 if kernel in (BIASED if name == "biased" else MULTIPLY):
                     yield {"kernel": kernel, "D": D, "call": name} | read_new(one, digests, read_hopper)
 
