@@ -3,7 +3,7 @@
 A program owns B_c rows of K and V, and loops over the query tiles that see them.
 
     load          one warp        loads K and V once, then Q, L, dO and D of every query tile, by TMA
-    add_dq        one warp        adds finished 64 x 64 pieces of dQ to their sum in memory, by TMA, and writes the
+    add_dq        one warp        adds finished 64 x 64 blocks of dQ to their sum in memory, by TMA, and writes the
                                   zeros that later key tiles will add to
     compute       2 x 4 warps     computes the five products: see gradients.py, split_dkdv.py
     produce_bits  2 or 4 warps    with dropout only: generates its mask bits
@@ -57,8 +57,8 @@ class Tile(NamedTuple):
     Q_STAGES: int
     DO_STAGES: int
     SPLIT_DKDV: bool
-    """Says whether one group owns dV and the other dK (dK/dV split), rather than each half of the keys. Only then do
-    rows have several pieces, or other columns for V."""
+    """Says whether one group owns dV and the other dK (dK/dV split), rather than each half of the keys. Only then may V
+    have other columns."""
     HALF_LOOPS: bool
     """Says whether each group loops only over what its own keys see."""
     MASK_IN_LOOP: bool
