@@ -53,10 +53,6 @@ CALLS = {
 """What is compiled of each head size: every row of the tables, and every kind of kernel once."""
 
 
-PADDED = 160, 224
-"""Head sizes whose backward runs on rows of the next power of two, which others compile."""
-
-
 def sinks_and_window(b, h, i, j):
     return ((j <= i) & (i - j < 300)) | (j < 4)
 
@@ -143,7 +139,7 @@ def launches(D: int, options: dict[str, Any]) -> list[Any]:
         pl = decode_launch.plan(p)
         return decode_launch.launches(p, pl, x, saved, meta(pl.partial, dtype=torch.float32))
     pl = plan.plan(p)
-    if p.layout.page(p) is not None or D in PADDED:
+    if p.layout.page(p) is not None:
         return launch.forward_launches(p, pl, x, saved, counter)
     scratch, do = launch.empty_scratch(p, pl.backward_tile, pl.ready, q.device), torch.empty_like(of_o, dtype=q.dtype)
     narrow = saved._replace(o=do)  # a backward reads o in q's type

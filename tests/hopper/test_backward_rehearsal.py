@@ -132,18 +132,25 @@ def test_every_tile_is_multiplied_once(mask, D, H_k):
     assert not wrong
 
 
+PIECES = {
+    (192, 128): (192, 128), (184, 120): (192, 128), (176, 176): (192, 192), (96, 96): (96, 96), (72, 80): (96, 96),
+    (160, 160): (160, 160), (224, 216): (224, 224),
+}  # fmt: skip
+"""Head sizes, and the columns of their rows in shared memory."""
+
+
 @pytest.mark.parametrize("H_k", [8, 2, 1])
-@pytest.mark.parametrize("sizes", [(192, 128), (184, 120), (176, 176), (96, 96), (72, 80)], ids=str)
+@pytest.mark.parametrize("sizes", [*PIECES], ids=str)
 @pytest.mark.parametrize("mask", ["full", "causal", "window", "blocks"])
 def test_head_sizes_in_pieces(mask, sizes, H_k):
     D, D_v = sizes
     for given in ({}, {"deterministic": mask != "blocks"}, {"dropout": 0.1}, {"out_dtype": torch.float32}):
         tile, wrong = rehearsed(512, 512, D, H_k, MASKS[mask], D_v=D_v, backend="hopper", **given)
         assert not wrong
-        assert (tile.D, tile.D_V) == (96, 96) if D <= 96 else (192, 128 if D_v <= 128 else 192)
+        assert (tile.D, tile.D_V) == PIECES[sizes]
 
 
-@pytest.mark.parametrize("sizes", [(192, 128), (96, 96)], ids=str)
+@pytest.mark.parametrize("sizes", [(192, 128), (96, 96), (160, 160), (224, 224)], ids=str)
 @pytest.mark.parametrize("mask", ["full", "causal", "window"])
 def test_packed_sequences_in_pieces(mask, sizes):
     layout, sequences = packed(MASKS[mask])

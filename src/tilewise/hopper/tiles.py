@@ -97,7 +97,9 @@ BACKWARD = {
     128: Backward(64, 128, 2, 2, split_dkdv=False),
     256: Backward(64, 64, 2, 1, split_dkdv=True),
     96: Backward(64, 128, 2, 2, split_dkdv=False),
+    160: Backward(64, 64, 2, 2, split_dkdv=True),
     192: Backward(64, 64, 2, 1, split_dkdv=True),
+    224: Backward(64, 64, 2, 1, split_dkdv=True),
     (192, 128): Backward(64, 64, 2, 2, split_dkdv=True),
 }
 

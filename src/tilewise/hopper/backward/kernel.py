@@ -249,7 +249,7 @@ def add_dq(dQ, scratch, shared, call, tile: gl.constexpr):
                 for w in gl.static_range(0 if n_dq < FIRST else 1, 2):
                     mbarrier.wait(shared.dq.full.index(w), y * blocks_of_dq(w, tile) + n_dq & 1)
                     row = block * ROWS + 16 * (w * FIRST + n_dq) % ROWS
-                    add_block(dQ, row, shared.dq.memory.index(w), min(16, ROWS - 16 * w * FIRST % ROWS))
+                    add_block(dQ, row, shared.dq.memory.index(w), min(16, ROWS - 16 * (w * FIRST + n_dq) % ROWS))
                     if tile.SEMAPHORE_TILES and ROWS == 16:
                         wait_reductions()
                 if n_dq < FIRST:

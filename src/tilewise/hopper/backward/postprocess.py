@@ -27,8 +27,8 @@ def attention_backward_postprocess(
 ):  # fmt: skip
     """Compute dQ = factor * sums: one block a program, from register order back to rows. It begins before the main
     kernel has ended, on multiprocessors that are idle by then. It waits for the key tiles that add to its
-    block. Its last program ends after the main kernel, for the sake of the kernels that follow. Of 96 columns a program
-    has all, in two blocks."""
+    block. Its last program ends after the main kernel, for the sake of the kernels that follow. Where the last block of
+    a row has fewer columns, a program has all of them."""
     program = tl.program_id(0)
     t, h, b = tiles - 1 - program % tiles, program // tiles % H, program // tiles // H
     q0, M, _, N = rows_of(packed, b, M, N)
@@ -43,9 +43,12 @@ def attention_backward_postprocess(
         sleep()
     first = first_block(packed, b, h, H, q0, stride, B_R).to(tl.int64) * B_R * SIZE
     block = dq_accum + first + t.to(tl.int64) * (64 * SIZE // BLOCKS)
-    store_block(dQ, block, factor, b, h, q0, M, row, column, d, 64)
-    if SIZE % 64:
-        store_block(dQ, block + 4096, factor, b, h, q0, M, row, 64, d, SIZE % 64)
+    if SIZE % 64 == 0:
+        store_block(dQ, block, factor, b, h, q0, M, row, column, d, 64)
+    else:
+        for n in tl.static_range(SIZE // 64):
+            store_block(dQ, block + 4096 * n, factor, b, h, q0, M, row, 64 * n, d, 64)
+        store_block(dQ, block + SIZE // 64 * 4096, factor, b, h, q0, M, row, SIZE // 64 * 64, d, SIZE % 64)
 
 
 @triton.jit

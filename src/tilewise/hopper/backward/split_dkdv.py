@@ -15,7 +15,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..parts.channel import arrive, stage, wait
 from ..parts.dropout_bits import apply_bits, apply_dropout, read_bits
-from ..parts.pieces import contract, expand, pieces_of, scaled, tile_at, tile_of, wait_for, wait_for_both, zeros_of
+from ..parts.pieces import (
+    contract,
+    expand,
+    pieces_of,
+    scaled,
+    tile_at,
+    tile_of,
+    wait_for,
+    wait_for_both,
+    zeros_of,
+    zeros_of_piece,
+)
 from ..parts.queue import receive_tile
 from ..parts.ragged import zero_keys, zero_queries
 from .gqa_reduce import add_partials
@@ -26,8 +37,8 @@ from .outputs import store_pieces, wait_stores
 
 @gluon.constexpr_function
 def blocks_of_dq(W, tile):
-    """Count the 64 x 64 blocks of a query tile's dQ that group W computes: half of them, the second group more, or one
-    with fewer columns. It is one where both groups add to a single block."""
+    """Count the 64 x 64 blocks of a query tile's dQ that group W computes: half of them, the second group more, and its
+    last may have fewer columns. It is one where both groups add to a single block."""
     in_all = -(-tile.D * tile.B_R // 4096)
     return max(1, in_all // 2 if W == 0 else in_all - in_all // 2)
 
@@ -43,11 +54,11 @@ def piece_at(column, columns):
 
 @gluon.jit
 def dq_columns(ds, k, COLUMN: gl.constexpr, tile: gl.constexpr):
-    """Start dQ[:, COLUMN : COLUMN + 64] = dS K."""
+    """Start dQ[:, COLUMN : COLUMN + 64] = dS K; fewer columns where rows end before."""
     at: gl.constexpr = piece_at(COLUMN, tile.D)
-    zero = gl.zeros([64, 64], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-    columns = k[at[0]].slice(COLUMN - at[1], 64, 1)
-    return warpgroup_mma(ds.permute((1, 0)), columns, zero, use_acc=False, is_async=True)
+    WIDTH: gl.constexpr = min(64, tile.D - COLUMN)
+    columns = k[at[0]].slice(COLUMN - at[1], WIDTH, 1)
+    return warpgroup_mma(ds.permute((1, 0)), columns, zeros_of_piece(64, WIDTH), use_acc=False, is_async=True)
 
 
 @gluon.jit
