@@ -67,7 +67,7 @@ def elsewhere(wheel, tmp_path_factory):
 
 
 def test_the_source_distribution_is_small_and_has_what_a_reader_wants(sdist):
-    assert sdist.stat().st_size < 1_450_000
+    assert sdist.stat().st_size < 1_470_000
     with tarfile.open(sdist) as files:
         names = {name.partition("/")[2] for name in files.getnames()}
     assert {"README.md", "LICENSE", "CHANGELOG.md", "pyproject.toml", "docs/use/guide.md", "tests/conftest.py"} <= names
@@ -78,8 +78,8 @@ def test_the_wheel_is_small(wheel):
     with zipfile.ZipFile(wheel) as files:
         beside = ("tilewise/compat/", "tilewise/parallel/")
         layers = sum(one.compress_size for one in files.infolist() if one.filename.startswith(beside))
-    assert wheel.stat().st_size - layers <= 458_000  # ADR 0016, and 96 kB of ADRs 0006 and 0017 to 0020
-    assert wheel.stat().st_size <= 560_000
+    assert wheel.stat().st_size - layers <= 466_000  # ADR 0016, and 104 kB of ADRs 0006 and 0017 to 0021
+    assert wheel.stat().st_size <= 568_000
 
 
 def test_the_wheel_has_every_module_and_says_that_it_is_typed(wheel):
