@@ -99,7 +99,7 @@ def test_explain_knows_every_option(options):
         ("explain --scale -1", "scale must be finite"),
         ("explain --dropout 1.5", "[0, 1)"),
         ("explain --dropout half", "--dropout must be a number, got 'half'"),
-        ("explain --q 1,8,1,600", "512"),
+        ("explain --q 1,8,1,600", "576"),
         ("explain --backend magic", "backend must be"),
         ("explain --alibi=yes", "--alibi"),
         ("explain --devic cpu", "got --devic (did you mean --device?); run python -m tilewise explain --help"),

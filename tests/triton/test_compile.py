@@ -146,7 +146,7 @@ def test_a_new_length_costs_no_compile_of_its_own(release):
     assert {variant for variant, *_ in keys} == {
         "full", "causal", "window", "padding", "documents", "dense", "bias", "varlen",
     }  # fmt: skip
-    assert {kernel for _, _, kernel, _ in keys} == KERNELS
+    assert {kernel for _, _, kernel, _ in keys} == KERNELS - {"attention_backward_sink"}
     assert set(calls.values()) == {36}, "the lengths that were tried"
     for at, found in keys.items():
         programs = 2 if at[0] in ("dense", "bias") else 1  # a batch of 1 is read at 0

@@ -67,13 +67,14 @@ def load_pieces(X, b, h, row, bar, memory, n):
 
 @gluon.jit
 def store_piece(X, x, b, h, row, column, piece, n, COLUMNS: gl.constexpr):
-    """Store 64 rows of a piece from registers, through stage n of memory that has as many columns or more."""
+    """Store rows of a piece from registers, through stage n of memory that has as many columns or more."""
+    ROWS: gl.constexpr = piece.shape[3]
     WIDTH: gl.constexpr = X.block_type.shape[3]
     COUNT: gl.constexpr = COLUMNS // WIDTH
     memory = piece.index(n)
-    triton_compat.reinterpret(memory, X.dtype, [1, 1, 64, COLUMNS], X.layout).reshape([64, COLUMNS]).store(x)
+    triton_compat.reinterpret(memory, X.dtype, [1, 1, ROWS, COLUMNS], X.layout).reshape([ROWS, COLUMNS]).store(x)
     fence_async_shared()
-    parts = triton_compat.reinterpret(memory, X.dtype, [COUNT, 1, 1, 64, WIDTH], X.layout)
+    parts = triton_compat.reinterpret(memory, X.dtype, [COUNT, 1, 1, ROWS, WIDTH], X.layout)
     for c in gl.static_range(COUNT):
         triton_compat.store(X, [b, h, row, column + c * WIDTH], parts.index(c))
 
