@@ -5,6 +5,7 @@ Where it has passed, `LARGEST` in triton/split_keys/launch.py may rise, and call
 
 import statistics
 from dataclasses import replace
+from functools import partial
 
 import caches
 import pytest
@@ -12,8 +13,8 @@ import torch
 
 import tilewise as tw
 
+from . import test_decode as decode
 from .sizes import on_gpu
-from .test_decode import TYPES
 
 pytestmark = on_gpu
 
@@ -21,20 +22,13 @@ LONG = replace(caches.LATENT, name="long", queries=(1,) * 4, lengths=(1, 4000, 9
                dtype=torch.bfloat16)  # fmt: skip
 
 
-def run(call, **changes):
-    given = {**call.options, "layout": call.layout, "return_lse": True, "backend": "triton", **changes}
-    return tw.attention(call.q, call.k, call.v, **given)
+run = partial(decode.run, backend="triton")
 
 
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("dtype", decode.TYPES, ids=str)
 @pytest.mark.parametrize("case", caches.LATENTS, ids=str)
 def test_as_the_reference_and_nothing_else_is_read(case, dtype):
-    call = caches.make(replace(case, dtype=dtype), "cuda")
-    found, again = run(call), run(call)
-    of_o, of_lse = caches.errors(found, caches.truth(call))
-    assert of_o <= TYPES[dtype]
-    assert of_lse <= max(2e-4, TYPES[dtype] / 4)
-    assert torch.equal(found[0], again[0])
+    decode.check(case, dtype, backend="triton")
 
 
 @pytest.mark.parametrize("page", [64, 16, None])

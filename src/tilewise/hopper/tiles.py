@@ -102,6 +102,7 @@ BACKWARD = {
     224: Backward(64, 64, 2, 1, split_dkdv=True),
     (192, 128): Backward(64, 64, 2, 2, split_dkdv=True),
 }
+"""By the columns of a row in shared memory, as FORWARD."""
 
 
 class Kind(NamedTuple):
