@@ -160,8 +160,6 @@ def make(case: Case, device: str = "cpu", seed: int = 0) -> Call:
         width = case.capacity // P
         table = torch.randperm(entries * width + 3, generator=draw)[: entries * width].view(entries, width).int()
     k, v = (_cache(case, size, table, used if table is None else needed, draw) for size in (case.D, case.D_v))
-    if case.latent:
-        v = k if case.D_v == case.D else k[..., : case.D_v]
     if case.order == "KV":
         pairs = torch.stack([torch.nn.functional.pad(t, (0, max(case.D, case.D_v) - t.shape[-1])) for t in (k, v)], 2)
         k, v = pairs[:, :, 0, :, : case.D], pairs[:, :, 1, :, : case.D_v]
@@ -176,7 +174,10 @@ def make(case: Case, device: str = "cpu", seed: int = 0) -> Call:
     sink = torch.randn(case.H, generator=draw).to(device) if case.sink else None
     score = tuple(change.to(device) for change in score)
     options = {"mask": mask.to(device), "score": score, "sink": sink, "scale": case.scale}
-    return Call(*(t.to(case.dtype).to(device) for t in (q, k, v)), layout.to(device), options)
+    q, k, v = (t.to(case.dtype).to(device) for t in (q, k, v))
+    if case.latent:  # only now: what is copied to a device has memory of its own
+        v = k[..., : case.D_v]
+    return Call(q, k, v, layout.to(device), options)
 
 
 def _values(case: Case, draw: torch.Generator) -> tuple[tw.Mask, tuple[tw.Score, ...]]:

@@ -36,6 +36,7 @@ ORDERED = {
     "parts/queue.py send_tile": ("parts/queue.py receive_tile", FROM_A_WARP),
     "control.py pass_on": ("control.py collect", FROM_A_GROUP),
     "backward/split_dkdv.py dv_group": ("backward/split_dkdv.py dk_group", FROM_A_GROUP),
+    "backward/by_gradient.py compute_dv": ("backward/by_gradient.py compute_dk", FROM_A_GROUP),
 }
 """Where something is written, where it is read, and what that is: in order by a warp's barrier or by an mbarrier."""
 WAITS = ("control.py wait", "parts/channel.py wait")

@@ -2,11 +2,12 @@
 
 A program owns B_c rows of K and V, and loops over the query tiles that see them.
 
-    load          one warp        loads K and V once, then Q, L, dO and D of every query tile, by TMA
-    add_dq        one warp        adds finished 64 x 64 blocks of dQ to their sum in memory, by TMA, and writes the
-                                  zeros that later key tiles will add to
-    compute       2 x 4 warps     computes the five products: see gradients.py, split_dkdv.py
-    produce_bits  2 or 4 warps    with dropout only: generates its mask bits
+    load          one warp      loads K and V once, then Q, L, dO and D of every query tile, by TMA
+    add_dq        one warp      adds finished 64 x 64 blocks of dQ to their sum in memory, by TMA, and writes the
+                                zeros that later key tiles will add to
+    compute       2 or 3 groups of 4 warps
+                                compute the five products: see gradients.py, by_gradient.py, split_dkdv.py
+    produce_bits  2 or 4 warps  with dropout only: generates its mask bits
 
 All of them loop over the same query tiles, which keys.py finds.
 """
@@ -15,9 +16,8 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from ...tile.schedule import assign
 from ..parts import triton_compat
 from ..parts.call import Call
 from ..parts.channel import (
@@ -25,22 +25,19 @@ from ..parts.channel import (
     arrive,
     barriers,
     expect,
-    fence_async_global,
-    launch_dependents,
     stage,
     wait_before,
     wait_dependencies,
-    wait_equal,
-    wait_reductions,
 )
 from ..parts.dropout_bits import bits, dropout_words, in_whole
 from ..parts.pieces import allocate, bytes_of, load_pieces
 from ..parts.queue import fetch_tile, receive_tile, reset_counter, send_tile, skip_to, tile_channel
-from .deterministic import release_dq_semaphore, wait_dq_semaphore
+from .add_dq import add_dq
+from .by_gradient import compute_dk, compute_dq, compute_dv, groups_of
 from .gradients import key_half
 from .keys import exists, first_step, keys_of, next_step, place_of, query_block, tile_of
 from .outputs import Gradient
-from .split_dkdv import blocks_of_dq, dk_group, dv_group
+from .split_dkdv import dk_group, dv_group
 
 
 class Tile(NamedTuple):
@@ -57,8 +54,8 @@ class Tile(NamedTuple):
     Q_STAGES: int
     DO_STAGES: int
     SPLIT_DKDV: bool
-    """Says whether one group owns dV and the other dK (dK/dV split), rather than each half of the keys. Only then may V
-    have other columns."""
+    """Says whether groups own gradients (dK/dV split), rather than each half of the keys. Only then may V have other
+    columns."""
     HALF_LOOPS: bool
     """Says whether each group loops only over what its own keys see."""
     MASK_IN_LOOP: bool
@@ -190,91 +187,81 @@ def produce_bits(shared, call, tile: gl.constexpr):
 
 
 @gluon.jit
-def zero_next_dq(scratch, t, shape, tile: gl.constexpr):
-    """Zero a part of the next section's dQ, which is still in the cache when it is added to. Then wait until all zeros
-    of this tile's own matrix are there, from earlier tiles, or from the kernel before."""
-    layout: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
-    zero = gl.zeros([1024], gl.float32, layout)
-    count = tile.GROUP * shape.blocks * (tile.B_R * tile.D // 1024)
-    section = shape.section * shape.tiles
-    if t + section < shape.tiles * shape.heads:
-        matrix, part = assign(t + section, shape.tiles, shape.heads, shape.section)  # one part for each tile
-        each = gl.cdiv(count, shape.tiles)
-        for n in range(part * each, gl.minimum((part + 1) * each, count)):
-            gl.store(scratch.dq + (matrix.to(gl.int64) * count + n) * 1024 + gl.arange(0, 1024, layout), zero)
-        fence_async_global()
-        triton_compat.barrier()
-        gl.atomic_add(scratch.ready + matrix, 1, sem="release")
-    matrix, _ = assign(t, shape.tiles, shape.heads, shape.section)
-    if matrix >= shape.section:
-        wait_equal(scratch.ready + matrix, shape.tiles)
-        fence_async_global()
-
-
-@gluon.jit
-def count_done(done, keys, shape, tile: gl.constexpr):
-    """Tell the postprocess kernel that this key tile has added all that it adds to dQ."""
-    wait_reductions()
-    gl.atomic_add(done + keys.b * shape.H + keys.h, 1, sem="release")
-
-
-@gluon.jit
-def add_block(dQ, row, memory, ROWS: gl.constexpr):
-    """Start to add a block's ROWS to the sums from `row` on, in boxes of TMA."""
-    IN_BOX: gl.constexpr = dQ.block_type.shape[0]
-    for r in gl.static_range(ROWS // IN_BOX):
-        triton_compat.reduce_add(dQ, [row + r * IN_BOX, 0], memory.slice(r * IN_BOX, IN_BOX, 0))
-
-
-@gluon.jit
-def add_dq(dQ, scratch, shared, call, tile: gl.constexpr):
-    """Run the writer warp: add each group's blocks of dQ as they come, or in order where dQ is deterministic."""
-    ROWS: gl.constexpr = tile.D * tile.B_R // 256  # of sums in a query tile; if 16, both groups add to all
-    FIRST: gl.constexpr = blocks_of_dq(0, tile)
-    y = 0
-    n = 0
-    wait_dependencies()  # for zeros in dQ
-    launch_dependents()  # only now: postprocess reads counts that were set to zero there
-    t = receive_tile(shared.tile_ids, n, 1)
-    while t < call.shape.tiles * call.shape.heads:
-        if scratch.ready is not None:
-            zero_next_dq(scratch, t, call.shape, tile)
-        keys = keys_of(t, call, tile)
-        step = first_step(keys, call.variant, tile)
-        while exists(step):
-            block = query_block(step, keys, call, tile)
-            if tile.SEMAPHORE_TILES:
-                wait_dq_semaphore(scratch.dq_semaphore, block, step, keys, tile)
-            for n_dq in gl.static_range(blocks_of_dq(1, tile)):
-                for w in gl.static_range(0 if n_dq < FIRST else 1, 2):
-                    mbarrier.wait(shared.dq.full.index(w), y * blocks_of_dq(w, tile) + n_dq & 1)
-                    row = block * ROWS + 16 * (w * FIRST + n_dq) % ROWS
-                    add_block(dQ, row, shared.dq.memory.index(w), min(16, ROWS - 16 * (w * FIRST + n_dq) % ROWS))
-                    if tile.SEMAPHORE_TILES and ROWS == 16:
-                        wait_reductions()
-                if n_dq < FIRST:
-                    tma.store_wait(1)
-                    mbarrier.arrive(shared.dq.empty.index(0))
-                tma.store_wait(0)
-                mbarrier.arrive(shared.dq.empty.index(1))
-            y += 1
-            if tile.SEMAPHORE_TILES:
-                release_dq_semaphore(scratch.dq_semaphore, block, step, keys, call.variant, tile)
-            step = next_step(step, keys, call.variant, tile)
-        count_done(scratch.done, keys, call.shape, tile)
-        n += 1
-        t = receive_tile(shared.tile_ids, n, 1)
-
-
-@gluon.jit
 def compute(W: gl.constexpr, dK, dV, gqa_sums, shared, call, tile: gl.constexpr):
     """Run warpgroup W's part of the products."""
     if not tile.SPLIT_DKDV:
         key_half(W, dK, dV, gqa_sums, shared, call, tile)
+    elif groups_of(tile) == 3:
+        if W == 0:
+            compute_dv(dV, gqa_sums, shared, call, tile)
+        elif W == 1:
+            compute_dk(dK, gqa_sums, shared, call, tile)
+        else:
+            compute_dq(shared, call, tile)
     elif W == 0:
         dv_group(dV, gqa_sums, shared, call, tile)
     else:
         dk_group(dK, gqa_sums, shared, call, tile)
+
+
+@gluon.constexpr_function
+def registers_of_groups(tile):
+    """Return the registers of a thread that computes dK, and of one that computes dQ, of three groups. The first group
+    has what these and the other warps leave of 512."""
+    return {160: (168, 112), 192: (184, 112), 224: (200, 96)}[tile.D]
+
+
+@gluon.jit
+def run_three_groups(
+    Q, K, V, dO, L, D, dQ, dK, dV, scratch, shared, counter, packed, variant, shape, tile: gl.constexpr
+):  # fmt: skip
+    """Start the roles where each gradient has a group."""
+    DROPOUT_WARPS: gl.constexpr = tile.DROPOUT_WARPS
+    OF_DK: gl.constexpr = registers_of_groups(tile)[0]
+    OF_DQ: gl.constexpr = registers_of_groups(tile)[1]
+    if DROPOUT_WARPS:
+        gl.warp_specialize(
+            [
+                (compute, (0, dK, dV, scratch.gqa_sums, shared, Call(shape, packed, variant), tile)),
+                (compute, (1, dK, dV, scratch.gqa_sums, shared, Call(shape, packed, variant), tile)),
+                (compute, (2, dK, dV, scratch.gqa_sums, shared, Call(shape, packed, variant), tile)),
+                (produce_bits, (shared, Call(shape, packed, variant), tile)),
+                (load, (Q, K, V, dO, L, D, shared, counter, Call(shape, packed, variant), tile)),
+                (add_dq, (dQ, scratch, shared, Call(shape, packed, variant), tile)),
+            ],
+            [4, 4, DROPOUT_WARPS, 1, 1], [OF_DK, OF_DQ, 40, 24, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (compute, (0, dK, dV, scratch.gqa_sums, shared, Call(shape, packed, variant), tile)),
+                (compute, (1, dK, dV, scratch.gqa_sums, shared, Call(shape, packed, variant), tile)),
+                (compute, (2, dK, dV, scratch.gqa_sums, shared, Call(shape, packed, variant), tile)),
+                (load, (Q, K, V, dO, L, D, shared, counter, Call(shape, packed, variant), tile)),
+                (add_dq, (dQ, scratch, shared, Call(shape, packed, variant), tile)),
+            ],
+            [4, 4, 1, 1], [OF_DK, OF_DQ, 24, 24],
+        )  # fmt: skip
+
+
+@gluon.jit
+def exchanges(dtype: gl.constexpr, tile: gl.constexpr):
+    """Allocate the channels of dS and P, which groups exchange."""
+    B_R: gl.constexpr = tile.B_R
+    B_C: gl.constexpr = tile.B_C
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([B_C, B_R], dtype)
+    if groups_of(tile) == 3:
+        ds = Channel(gl.allocate_shared_memory(dtype, [2, B_C, B_R], layout), barriers(2, 1), barriers(2, 1))
+        p = Channel(gl.allocate_shared_memory(dtype, [2, B_C, B_R], layout), barriers(2, 1), barriers(2, 1))
+        return ds, p
+    elif tile.SPLIT_DKDV:  # the group that waits for dS knows that P has been read
+        ds_full, p_full = barriers(1, 1), barriers(1, 1)
+        ds = Channel(gl.allocate_shared_memory(dtype, [B_C, B_R], layout), ds_full, ds_full)
+        return ds, Channel(gl.allocate_shared_memory(dtype, [B_C, B_R], layout), p_full, p_full)
+    else:  # they do not exchange P; the compiler would give an unused barrier's memory to K, not invalidated
+        full = barriers(2, 2)
+        ds = Channel(gl.allocate_shared_memory(dtype, [2, B_C, B_R], layout), full, full)
+        return ds, ds
 
 
 @gluon.jit
@@ -299,25 +286,17 @@ def attention_backward(
     Q_STAGES: gl.constexpr = tile.Q_STAGES
     DO_STAGES: gl.constexpr = tile.DO_STAGES
     DROPOUT_WARPS: gl.constexpr = tile.DROPOUT_WARPS
-    GROUPS_OF_DS: gl.constexpr = 1 if tile.SPLIT_DKDV else 2
+    GROUPS: gl.constexpr = groups_of(tile)
     dtype: gl.constexpr = Q.dtype
     dK, dV = Gradient(dK, strides[0]), Gradient(dV, strides[1])  # as arguments, descriptors must stand alone
-    s_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([B_C, B_R], dtype)
     kv_full = barriers(1, 1)
-    ds_full = barriers(GROUPS_OF_DS, GROUPS_OF_DS)
-    if tile.SPLIT_DKDV:
-        ds_memory = gl.allocate_shared_memory(dtype, [B_C, B_R], s_layout)
-        p_memory = gl.allocate_shared_memory(dtype, [B_C, B_R], s_layout)
-        p_full = barriers(1, 1)
-    else:  # the groups do not exchange P; the compiler would give an unused barrier's memory to K, not invalidated
-        ds_memory = gl.allocate_shared_memory(dtype, [2, B_C, B_R], s_layout)
-        p_memory, p_full = ds_memory, ds_full
+    ds, p = exchanges(dtype, tile)
     k = allocate(K, dtype, K_STAGES, B_C, tile.D)
     v = allocate(V, dtype, 1, B_C, tile.D_V)
     shared = Shared(
         k,
         v,
-        Channel(k, kv_full, barriers(1, 2)),
+        Channel(k, kv_full, barriers(1, GROUPS)),
         Channel(
             allocate(Q, dtype, Q_STAGES, B_R, tile.D),
             barriers(Q_STAGES, 1),
@@ -330,15 +309,17 @@ def attention_backward(
             barriers(DO_STAGES, 2),
         ),
         gl.allocate_shared_memory(gl.float32, [DO_STAGES, B_R], D.layout),
-        Channel(ds_memory, ds_full, ds_full),
+        ds,
         Channel(gl.allocate_shared_memory(gl.float32, [2, 16, 256], dQ.layout), barriers(2, 1), barriers(2, 1)),
-        Channel(p_memory, p_full, p_full),
-        tile_channel(4 if DROPOUT_WARPS else 3),
+        p,
+        tile_channel(GROUPS + (2 if DROPOUT_WARPS else 1)),
         bits(B_C, 1, 2) if DROPOUT_WARPS else None,
         gl.allocate_shared_memory(gl.float32, [Q_STAGES, B_R], L.layout) if scratch.shift is not None else None,
     )
     fence_async_shared()
-    if DROPOUT_WARPS:
+    if GROUPS == 3:
+        run_three_groups(Q, K, V, dO, L, D, dQ, dK, dV, scratch, shared, counter, packed, variant, shape, tile)
+    elif DROPOUT_WARPS:
         REGISTERS: gl.constexpr = 216 if DROPOUT_WARPS == 4 else 232
         LEFT: gl.constexpr = (488 if DROPOUT_WARPS == 4 else 504) - 2 * REGISTERS
         gl.warp_specialize(

@@ -1,72 +1,39 @@
-"""Compute the backward's products beyond head size 128 by a dK/dV split: one group owns dV (S, P), the other dK (dP,
-dS).
+"""Compute the backward's products of 256 columns by a dK/dV split: one group owns dV (S, P), the other dK (dP, dS), and
+each half of dQ.
 
 P goes one way through shared memory, dS back. S is transposed, as in gradients.py.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from ..parts.channel import arrive, stage, wait
 from ..parts.dropout_bits import apply_bits, apply_dropout, read_bits
 from ..parts.pieces import (
     contract,
     expand,
-    pieces_of,
     scaled,
     tile_at,
     tile_of,
     wait_for,
     wait_for_both,
     zeros_of,
-    zeros_of_piece,
 )
 from ..parts.queue import receive_tile
 from ..parts.ragged import zero_keys, zero_queries
+from .by_gradient import dq_columns
 from .gqa_reduce import add_partials
 from .gradients import gradient, send_dq, tile_probabilities
 from .keys import exists, first_step, is_partial, keys_of, next_step, place_of
 from .outputs import store_pieces, wait_stores
 
 
-@gluon.constexpr_function
-def blocks_of_dq(W, tile):
-    """Count the 64 x 64 blocks of a query tile's dQ that group W computes: half of them, the second group more, and its
-    last may have fewer columns. It is one where both groups add to a single block."""
-    in_all = -(-tile.D * tile.B_R // 4096)
-    return max(1, in_all // 2 if W == 0 else in_all - in_all // 2)
-
-
-@gluon.constexpr_function
-def piece_at(column, columns):
-    """Return which piece of a row a column is in, and where its piece begins."""
-    pieces = pieces_of(columns)
-    first = [sum(pieces[:n]) for n in range(len(pieces))]
-    n = max([n for n in range(len(pieces)) if first[n] <= column])
-    return n, first[n]
-
-
-@gluon.jit
-def dq_columns(ds, k, COLUMN: gl.constexpr, tile: gl.constexpr):
-    """Start dQ[:, COLUMN : COLUMN + 64] = dS K; fewer columns where rows end before."""
-    at: gl.constexpr = piece_at(COLUMN, tile.D)
-    WIDTH: gl.constexpr = min(64, tile.D - COLUMN)
-    columns = k[at[0]].slice(COLUMN - at[1], WIDTH, 1)
-    return warpgroup_mma(ds.permute((1, 0)), columns, zeros_of_piece(64, WIDTH), use_acc=False, is_async=True)
-
-
 @gluon.jit
 def dv_group(dV, gqa_sums, shared, call, tile: gl.constexpr):
-    """Compute S, P, dV, and the left half of dQ, or less."""
+    """Compute S, P, dV, and the left half of dQ."""
     B_R: gl.constexpr = tile.B_R
     B_C: gl.constexpr = tile.B_C
-    BLOCKS: gl.constexpr = blocks_of_dq(0, tile)
     dtype: gl.constexpr = shared.k[0].dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B_R, 16])
     zero = gl.zeros([B_C, B_R], gl.float32, s_layout)
@@ -102,16 +69,14 @@ def dv_group(dV, gqa_sums, shared, call, tile: gl.constexpr):
             wait(shared.ds.full, y)
             dq = dq_columns(shared.ds.memory, k, 0, tile)
             dv, dq = wait_for_both(0, dv, dq)
-            if BLOCKS == 2:
-                dq_second = dq_columns(shared.ds.memory, k, 64, tile)
+            dq_second = dq_columns(shared.ds.memory, k, 64, tile)
             arrive(shared.do.empty, y)
-            send_dq(dq, shared, BLOCKS * y, 0)
-            if BLOCKS == 2:
-                send_dq(warpgroup_mma_wait(0, [dq_second]), shared, BLOCKS * y + 1, 0)
+            send_dq(dq, shared, 2 * y, 0)
+            send_dq(warpgroup_mma_wait(0, [dq_second]), shared, 2 * y + 1, 0)
             y += 1
             step = next_step(step, keys, call.variant, tile)
         arrive(shared.kv.empty, 0)
-        mbarrier.wait(shared.dq.empty.index(0), (BLOCKS * y & 1) ^ 1)
+        mbarrier.wait(shared.dq.empty.index(0), 1)
         if call.variant.dropout is not None:
             dv = scaled(dv, call.variant.dropout.rescale)
         parts, last = add_partials(0, dv, keys, gqa_sums, call, tile)
@@ -124,10 +89,9 @@ def dv_group(dV, gqa_sums, shared, call, tile: gl.constexpr):
 
 @gluon.jit
 def dk_group(dK, gqa_sums, shared, call, tile: gl.constexpr):
-    """Compute dP, dS, dK, and the other columns of dQ."""
+    """Compute dP, dS, dK, and the right half of dQ."""
     B_R: gl.constexpr = tile.B_R
     B_C: gl.constexpr = tile.B_C
-    FIRST: gl.constexpr = 64 * blocks_of_dq(0, tile)
     dtype: gl.constexpr = shared.k[0].dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B_R, 16])
     zero = gl.zeros([B_C, B_R], gl.float32, s_layout)
@@ -160,12 +124,12 @@ def dk_group(dK, gqa_sums, shared, call, tile: gl.constexpr):
             fence_async_shared()
             arrive(shared.ds.full, y)
             wait(shared.q.full, y)
-            dq = dq_columns(shared.ds.memory, k, FIRST, tile)
+            dq = dq_columns(shared.ds.memory, k, 128, tile)
             dk = expand(ds, tile_at(shared.q.memory, y), dk)
             dq = warpgroup_mma_wait(len(dk), [dq])
             send_dq(dq, shared, 2 * y, 1)
             dk = wait_for(0, dk)
-            dq_second = dq_columns(shared.ds.memory, k, FIRST + 64, tile)
+            dq_second = dq_columns(shared.ds.memory, k, 192, tile)
             arrive(shared.q.empty, y)
             send_dq(warpgroup_mma_wait(0, [dq_second]), shared, 2 * y + 1, 1)
             y += 1

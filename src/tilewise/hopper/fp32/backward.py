@@ -27,10 +27,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...tile.gradients import seen
 from ...tile.rows import origin
 from ...tile.softmax import LOG2E
+from ..backward.add_dq import count_done
 from ..backward.deterministic import release_dq_semaphore, wait_dq_semaphore
 from ..backward.gqa_reduce import add_partials
 from ..backward.gradients import send_dq
-from ..backward.kernel import count_done
 from ..backward.keys import block_of, exists, first_step, is_partial, keys_of, next_step, place_of, query_block
 from ..parts import triton_compat
 from ..parts.call import Call
