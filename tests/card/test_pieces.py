@@ -93,7 +93,7 @@ def test_an_ordered_dq_repeats(mask):
 
 
 STAGES = {"latents": ((2, 1), (3, 2)), "160": ((2, 2), (3, 1)), "192": ((2, 1), (3, 1)), "224": ((2, 1),)}
-"""Stages of Q and of dO; with more, groups of warps are farther apart."""
+"""Stages of Q and of dO. With more, one group of warps may be farther ahead of another."""
 
 
 @on_gpu
@@ -110,7 +110,8 @@ def test_repeated_calls_agree(size, stages, monkeypatch):
     for M, keys, mask in ((333, 461, tw.Causal()), (333, 461, tw.Full()), (2048, 2048, tw.Causal())):
         N = keys - stages  # another plan
         q, k, v, do = (
-            torch.randn(2, n, 2, size, device="cuda", dtype=bf16) for n, size in ((M, D), (N, D), (N, D_v), (M, D_v))
+            torch.randn(2, rows, 2, columns, device="cuda", dtype=bf16)
+            for rows, columns in ((M, D), (N, D), (N, D_v), (M, D_v))
         )
         x = [t.requires_grad_() for t in (q, k, v)]
         o = tw.attention(*x, mask=mask, backend="hopper")
