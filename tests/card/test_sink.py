@@ -60,7 +60,6 @@ def test_a_batch(size, kind, sink):
     torch.manual_seed(0)
     B, M, H = SIZES[size]
     leaves, given, options = operands(kind, (B, M), H, sink=sink)
-    assert "gradients of sinks have not run" in str(tw.explain(*leaves[:3], sink=leaves[3], **options))
     compare(leaves, given, options)
 
 

@@ -9,7 +9,7 @@ from hopper.calls import call
 
 import tilewise as tw
 from tilewise.call.operands import Grads
-from tilewise.host.sink import sink_launched, sink_launches
+from tilewise.host.sink import sink_launches
 from tilewise.merge.sink import sink_gradient
 
 needs_interpreter = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="runs in Triton's interpreter")
@@ -101,17 +101,3 @@ def test_it_reads_and_writes_the_type_of_the_sink():
 def test_without_rows_it_is_zero():
     p, x = learning(torch.randn(H), 4, batch=(0,))
     assert not computed(p, x, torch.zeros(0, H, 4), torch.zeros(0, H, 4), 64).any()
-
-
-@pytest.mark.parametrize("backend", [None, "hopper", "triton"])
-def test_who_gets_it(backend):
-    """Calls that name their back end, and `explain` says so."""
-    q = torch.empty(2, 300, H, D, dtype=torch.bfloat16)
-    for learns in (False, True):
-        sink = torch.zeros(H, requires_grad=learns)
-        said = tw.explain(q, q, q, sink=sink, backend=backend, device="sm_90")
-        assert ("gradients of sinks have not run on a GPU" in str(said)) == (learns and backend is not None)
-    p, _ = call(300, 300, D, H=H, H_k=H, sink=sink, backend=backend)
-    assert sink_launched(p._replace(wanted=(True,))) == (backend is not None)
-    assert not sink_launched(p._replace(wanted=(False,)))
-    assert not sink_launched(p)

@@ -35,7 +35,6 @@ from ..host.repeat import Backward, repeated, repeated_backward
 from ..host.sink import sink_launches
 from ..host.tables import source_of_rows
 from ..host.values import device_values, with_lse_shift
-from ..merge.sink import with_sink
 from ..quantize.codes import blocks_of
 from ..tile.blocks import Tile
 from ..tile.ranges import Variant
@@ -290,13 +289,7 @@ def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None,
     replay = pl.replays[unplanned(saved, do, dlse)]
     replay(stream, tensors, lambda: backward_launches(p, pl, x, saved, do, dlse, scratch, grads, zeros, sums))
     add_sums(p, grads, sums, lambda: recompute(p, pl, x, saved, do, dlse, scratch), stream)
-    return with_sink(p, x, saved.lse, grads, lambda: by_row(p, pl.backward.B_r, x, scratch.delta))
-
-
-def by_row(p: Problem, B_r: int, x: Operands, numbers: Tensor) -> Tensor:
-    """Reorder numbers from blocks of B_r rows into the layout of lse."""
-    at = p.recipe.layout_of(x.extra).in_blocks(0, p.q.shape[-3], B_r)
-    return numbers.view(*p.q.shape[:-3], p.H, -1)[..., at]
+    return grads
 
 
 def counter(device: torch.device, stream: int | None) -> Tensor:

@@ -14,7 +14,6 @@ from .ahead import compile_gradient
 from .launch import on_device
 from .lists import make_lists
 from .replay import Replay
-from .sink import sink_launched
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -43,8 +42,6 @@ def plan_of(
         with on_device(x.q):
             return make_lists(p, pl, x, tiles)
 
-    said = ["gradients of sinks have not run on a GPU"] * sink_launched(p)
     return Plan(
-        run_on_device, lambda: (*describe(p, pl), *said), lists, partial(repeat, p, pl), rest,
-        partial(compile_gradient, p),
+        run_on_device, lambda: tuple(describe(p, pl)), lists, partial(repeat, p, pl), rest, partial(compile_gradient, p)
     )  # fmt: skip

@@ -19,16 +19,11 @@ def sink_learns(p: Problem) -> bool:
     return p.recipe.sink and any(p.wanted) and p.wanted[p.sink_at]
 
 
-def sink_launched(p: Problem) -> bool:
-    """Tell whether the kernel does so. Until a GPU has run it, only where a call names its back end."""
-    return sink_learns(p) and p.recipe.backend is not None
-
-
 def sink_launches(
     p: Problem, pl: Any, x: Operands, lse: Tensor, delta: Any, block: int, grads: Grads, key: Any
 ) -> list[Launch]:
     """Return the launch, if there is one. Packed sequences begin in delta at blocks of `block` rows, unless it is 1."""
-    if not sink_launched(p):
+    if not sink_learns(p):
         return []
     sink, where = x.extra[p.sink_at], packed(p, x) if block > 1 else None
     arguments = (

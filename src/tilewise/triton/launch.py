@@ -29,7 +29,6 @@ from ..host.outputs import empty_grads, empty_saved, fill_empty, quantized, size
 from ..host.repeat import Backward, repeated_backward
 from ..host.sink import sink_launches
 from ..host.values import device_values, with_lse_shift
-from ..merge.sink import with_sink
 from ..quantize.codes import blocks_of, columns
 from ..tile.gradients import Factors
 from ..tile.ranges import Scales, Variant
@@ -74,7 +73,7 @@ def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None,
     replay = pl.replays[unplanned(saved, do, dlse)]
     replay(stream, tensors, lambda: backward_launches(p, pl, x, saved, do, dlse, scratch, grads, sums))
     add_sums(p, grads, sums, lambda: recompute(p, pl, x, saved, do, dlse, scratch, pl.bias), stream)
-    return with_sink(p, x, saved.lse, grads, lambda: scratch.delta[..., : saved.lse.shape[-1]])
+    return grads
 
 
 def empty_scratch(p: Problem, x: Operands) -> RowValues:

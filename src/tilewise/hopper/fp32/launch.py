@@ -26,12 +26,11 @@ from ...host.outputs import empty_grads, empty_saved
 from ...host.plan import Launched, plan_of
 from ...host.tables import source_of_rows
 from ...host.values import device_values
-from ...merge.sink import with_sink
 from ...tile.ranges import Variant
 from ...tile.schedule import assign, assign_each
 from ...tile.softmax import LOG2E
 from ..descriptors import Box, Descriptor, addressable, blocks_box, box
-from ..launch import by_row, counter, each
+from ..launch import counter, each
 from ..plan import SECTION, even_section, needs_mask_in_loop, processors
 from ..tiles import Fp32Forward, Kind, current_fp32, precision
 from . import backward_launch as gradients
@@ -171,4 +170,4 @@ def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None,
     tensors = [*x[:3], *x.extra, *saved[:3], do, dlse, *own, *grads[:3], *grads.extra]
     replay = pl.replays[unplanned(saved, do, dlse), scratch.from_forward]
     replay(stream, tensors, lambda: gradients.launches(p, pl, x, saved, do, dlse, scratch, grads, zeros))
-    return with_sink(p, x, saved.lse, grads, lambda: by_row(p, gradients.BLOCK, x, scratch.rows.delta))
+    return grads

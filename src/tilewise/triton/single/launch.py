@@ -30,7 +30,6 @@ from ...host.plan import Launched, plan_of
 from ...host.repeat import Backward, repeated, repeated_backward
 from ...host.sink import sink_launches, sink_learns
 from ...host.values import device_values
-from ...merge.sink import with_sink
 from ...tile.blocks import Tile
 from ...tile.gradients import Factors
 from ...tile.ranges import Variant
@@ -138,7 +137,7 @@ def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None,
     replay = pl.replays[unplanned(saved, do, dlse)]
     replay(stream, tensors, lambda: backward_launches(p, pl, x, saved, do, dlse, delta, grads, sums))
     add_sums(p, grads, sums)
-    return with_sink(p, x, saved.lse, grads, lambda: delta)  # type: ignore[arg-type, return-value]
+    return grads
 
 
 def empty_sums(p: Problem, pl: Plan, grads: Grads) -> list[Tensor]:
