@@ -43,7 +43,7 @@ ALLOWED = {
     "one of B H matrices; a launch has at least as many programs, and at most 2^31": {
         "hopper/backward/postprocess.py": ("b * H", "h // group * group"),
         "hopper/backward/preprocess.py": ("b * H",),
-        "hopper/backward/kernel.py": ("keys.b * shape.H",),
+        "hopper/backward/add_dq.py": ("keys.b * shape.H",),
         "hopper/fp32/preprocess.py": ("b * H",),
         "hopper/backward/keys.py": ("w * tile.GROUP",),
         "tile/schedule.py": ("program // per_section * section",),
@@ -58,7 +58,7 @@ ALLOWED = {
         "hopper/backward/deterministic.py": ("slot * SEMAPHORE_TILES",),
     },
     "a kibibyte of one program's dq_accum, which would fill 2^43 bytes": {
-        "hopper/backward/kernel.py": (
+        "hopper/backward/add_dq.py": (
             "part * each", "(part + 1) * each", "tile.GROUP * shape.blocks * (tile.B_R * tile.D // 1024)",
         ),
     },
