@@ -25,8 +25,8 @@ from ..parts.pieces import (
 )
 from ..parts.queue import receive_tile
 from ..parts.ragged import zero_keys, zero_queries
-from .gqa_reduce import add_partials, by_register
-from .gradients import gradient, tile_probabilities
+from .gqa_reduce import add_partials
+from .gradients import gradient, send_dq, tile_probabilities
 from .keys import exists, first_step, is_partial, keys_of, next_step, place_of
 from .outputs import store_pieces, wait_stores
 
@@ -62,17 +62,6 @@ def dq_columns(ds, k, COLUMN: gl.constexpr, tile: gl.constexpr):
 
 
 @gluon.jit
-def send_block(dq, shared, n):
-    """Send block n of dQ to the writer warp in register order; see `gradients.send_dq`."""
-    ROWS: gl.constexpr = dq.shape[1] // 4
-    x = by_register(dq).reshape([ROWS, 256])
-    wait_before(shared.dq.empty, n)
-    stage(shared.dq.memory, n).slice(0, ROWS, 0).store(x)
-    fence_async_shared()
-    arrive(shared.dq.full, n)
-
-
-@gluon.jit
 def wait_for_both_stages(bars, n):
     """Wait until both stages are empty, after n uses."""
     for s in gl.static_range(2):
@@ -80,13 +69,35 @@ def wait_for_both_stages(bars, n):
 
 
 @gluon.jit
-def compute_dv(dV, gqa_sums, shared, call, tile: gl.constexpr):
-    """Compute S, P and dV, which leaves through the memory of P."""
+def probabilities_of(k, y, step, keys, shared, call, tile: gl.constexpr):
+    """Compute P of use y, and release Q. Return P after dropout, and P as the group that computes dS wants it, both in
+    16 bits. # (B_c, B_r)"""
     B_R: gl.constexpr = tile.B_R
     B_C: gl.constexpr = tile.B_C
     dtype: gl.constexpr = shared.k[0].dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B_R, 16])
     zero = gl.zeros([B_C, B_R], gl.float32, s_layout)
+    place = place_of(step, keys, call, B_R)
+    partial = is_partial(step, step.loop)
+    zero_queries(place, call.packed, shared, y, tile)
+    wait(shared.q.full, y)
+    S = contract(k, tile_at(shared.q.memory, y), zero)
+    logs = stage(shared.logs, y).load(gl.SliceLayout(0, s_layout))
+    words = read_bits(shared.bits, y, 0, zero)
+    S = warpgroup_mma_wait(0, [S])
+    arrive(shared.q.empty, y)
+    P = tile_probabilities(S, logs, place, keys.j0, partial, call.variant, shared, call.shape.unit, y)
+    # that group multiplies by dP - D: a score's gradient is linear in it, entry by entry
+    ones = gl.full([B_C, B_R], 1.0, gl.float32, s_layout)
+    p = apply_dropout(P.to(dtype), words, call.variant)
+    dS = gradient(P, ones, logs[None, :], 0.0, S, place, keys.j0, call.variant, shared, y)
+    return p, dS.to(dtype)
+
+
+@gluon.jit
+def compute_dv(dV, gqa_sums, shared, call, tile: gl.constexpr):
+    """Compute S, P and dV, which leaves through the memory of P."""
+    B_C: gl.constexpr = tile.B_C
     k = tile_of(shared.k, 0)
     y = 0
     n = 0
@@ -98,22 +109,9 @@ def compute_dv(dV, gqa_sums, shared, call, tile: gl.constexpr):
         zero_keys(keys, call.packed, shared, n, tile)
         step = first_step(keys, call.variant, tile)
         while exists(step):
-            place = place_of(step, keys, call, B_R)
-            partial = is_partial(step, step.loop)
-            zero_queries(place, call.packed, shared, y, tile)
-            wait(shared.q.full, y)
-            S = contract(k, tile_at(shared.q.memory, y), zero)
-            logs = stage(shared.logs, y).load(gl.SliceLayout(0, s_layout))
-            words = read_bits(shared.bits, y, 0, zero)
-            S = warpgroup_mma_wait(0, [S])
-            arrive(shared.q.empty, y)
-            P = tile_probabilities(S, logs, place, keys.j0, partial, call.variant, shared, call.shape.unit, y)
-            # the other group multiplies by dP - D: a score's gradient is linear in it, entry by entry
-            ones = gl.full([B_C, B_R], 1.0, gl.float32, s_layout)
-            p = apply_dropout(P.to(dtype), words, call.variant)
-            dS = gradient(P, ones, logs[None, :], 0.0, S, place, keys.j0, call.variant, shared, y)
+            p, dS = probabilities_of(k, y, step, keys, shared, call, tile)
             wait_before(shared.p.empty, y)
-            stage(shared.p.memory, y).store(dS.to(dtype))
+            stage(shared.p.memory, y).store(dS)
             arrive(shared.p.full, y)
             wait(shared.do.full, y)
             dv = wait_for(0, expand(p, tile_at(shared.do.memory, y), dv))
@@ -204,11 +202,11 @@ def compute_dq(shared, call, tile: gl.constexpr):
             dq = dq_columns(stage(shared.ds.memory, y), k, 0, tile)
             for b in gl.static_range(1, BLOCKS):
                 following = dq_columns(stage(shared.ds.memory, y), k, 64 * b, tile)
-                send_block(warpgroup_mma_wait(1, [dq]), shared, BLOCKS * y + b - 1)
+                send_dq(warpgroup_mma_wait(1, [dq]), shared, (BLOCKS * y + b - 1) // 2, (BLOCKS * y + b - 1) % 2)
                 dq = following
             dq = warpgroup_mma_wait(0, [dq])
             arrive(shared.ds.empty, y)
-            send_block(dq, shared, BLOCKS * y + BLOCKS - 1)
+            send_dq(dq, shared, (BLOCKS * y + BLOCKS - 1) // 2, (BLOCKS * y + BLOCKS - 1) % 2)
             y += 1
             step = next_step(step, keys, call.variant, tile)
         arrive(shared.kv.empty, 0)

@@ -246,9 +246,9 @@ def skip_next_tile(W: gl.constexpr, n, y, shared, tile: gl.constexpr):
 
 
 @gluon.jit
-def send_dq(dq, shared, y, W: gl.constexpr):
-    """Send a block of dQ to the writer warp in register order: 16-byte stores without bank conflicts. Postprocess
-    restores the order."""
+def send_dq(dq, shared, y, W):
+    """Send a block of dQ, use y of memory W, to the writer warp in register order: 16-byte stores without bank
+    conflicts. Postprocess restores the order."""
     ROWS: gl.constexpr = dq.shape[1] // 4
     x = by_register(dq).reshape([ROWS, 256])
     mbarrier.wait(shared.dq.empty.index(W), (y & 1) ^ 1)

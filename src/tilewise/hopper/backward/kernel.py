@@ -54,8 +54,8 @@ class Tile(NamedTuple):
     Q_STAGES: int
     DO_STAGES: int
     SPLIT_DKDV: bool
-    """Says whether groups own gradients (dK/dV split), rather than each half of the keys. Only then may V have other
-    columns."""
+    """Says whether each group of warps has gradients (dK/dV split), rather than half of the keys. Only then may V have
+    other columns."""
     HALF_LOOPS: bool
     """Says whether each group loops only over what its own keys see."""
     MASK_IN_LOOP: bool

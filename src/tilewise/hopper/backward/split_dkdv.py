@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from ..parts.channel import arrive, stage, wait
-from ..parts.dropout_bits import apply_bits, apply_dropout, read_bits
+from ..parts.dropout_bits import apply_bits, read_bits
 from ..parts.pieces import (
     contract,
     expand,
@@ -22,21 +22,17 @@ from ..parts.pieces import (
 )
 from ..parts.queue import receive_tile
 from ..parts.ragged import zero_keys, zero_queries
-from .by_gradient import dq_columns
+from .by_gradient import dq_columns, probabilities_of
 from .gqa_reduce import add_partials
-from .gradients import gradient, send_dq, tile_probabilities
-from .keys import exists, first_step, is_partial, keys_of, next_step, place_of
+from .gradients import send_dq
+from .keys import exists, first_step, keys_of, next_step, place_of
 from .outputs import store_pieces, wait_stores
 
 
 @gluon.jit
 def dv_group(dV, gqa_sums, shared, call, tile: gl.constexpr):
     """Compute S, P, dV, and the left half of dQ."""
-    B_R: gl.constexpr = tile.B_R
     B_C: gl.constexpr = tile.B_C
-    dtype: gl.constexpr = shared.k[0].dtype
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B_R, 16])
-    zero = gl.zeros([B_C, B_R], gl.float32, s_layout)
     k = tile_of(shared.k, 0)
     y = 0
     n = 0
@@ -48,21 +44,8 @@ def dv_group(dV, gqa_sums, shared, call, tile: gl.constexpr):
         zero_keys(keys, call.packed, shared, n, tile)
         step = first_step(keys, call.variant, tile)
         while exists(step):
-            place = place_of(step, keys, call, B_R)
-            partial = is_partial(step, step.loop)
-            zero_queries(place, call.packed, shared, y, tile)
-            wait(shared.q.full, y)
-            S = contract(k, tile_at(shared.q.memory, y), zero)
-            logs = stage(shared.logs, y).load(gl.SliceLayout(0, s_layout))
-            words = read_bits(shared.bits, y, 0, zero)
-            S = warpgroup_mma_wait(0, [S])
-            arrive(shared.q.empty, y)
-            P = tile_probabilities(S, logs, place, keys.j0, partial, call.variant, shared, call.shape.unit, y)
-            # the other group multiplies by dP - D: a score's gradient is linear in it, entry by entry
-            ones = gl.full([B_C, B_R], 1.0, gl.float32, s_layout)
-            p = apply_dropout(P.to(dtype), words, call.variant)
-            dS = gradient(P, ones, logs[None, :], 0.0, S, place, keys.j0, call.variant, shared, y)
-            shared.p.memory.store(dS.to(dtype))
+            p, dS = probabilities_of(k, y, step, keys, shared, call, tile)
+            shared.p.memory.store(dS)
             arrive(shared.p.full, y)
             wait(shared.do.full, y)
             dv = expand(p, tile_at(shared.do.memory, y), dv)
