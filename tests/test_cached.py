@@ -365,7 +365,7 @@ def test_explain_tells_partial_sums(backend, B, sums):
 
 @pytest.mark.parametrize("of", [torch.Tensor.clone, lambda t: t.to("meta")], ids=["addresses", "meta"])
 def test_explain_tells_whether_v_is_read_from_k(of):
-    """By memory and strides, however the view was made; and a GPU has not run it yet."""
+    """By memory and strides, however the view was made."""
     call = caches.make(replace(caches.LATENT, dtype=torch.bfloat16))
     k, other = of(call.k), of(call.k)
     views = {
@@ -380,10 +380,29 @@ def test_explain_tells_whether_v_is_read_from_k(of):
     for name, (v, inside) in views.items():
         keys = k[:-1] if name == "later pages" else k
         options = {"layout": call.layout.to(k.device), "mask": tw.Causal(), "device": "sm_90"}
-        told = tw.explain(call.q.to(k.device), keys, v, **options, backend="triton").tiles
-        assert ("V is read from K's tiles" in told) == inside, name
-        assert "caches above head size 256 have not run on a GPU" in told
-    assert tw.explain(call.q.to(k.device), k, k[..., :512], **options).backend is None
+        told = tw.explain(call.q.to(k.device), keys, v, **options)
+        assert told.backend == "triton"
+        assert ("V is read from K's tiles" in told.tiles) == inside, name
+
+
+def test_hopper_takes_latents_by_name():
+    """A GPU has not run its kernel as it is. It takes up to 32 rows: 16 in two programs a multiprocessor, or 32 in one."""
+    k, ints = torch.empty(9, 64, 1, 576, device="meta").bfloat16(), torch.empty(4, 128, device="meta").int()
+    layout = tw.Cached(ints[:, 0].contiguous(), ints)
+
+    def told(heads, v=k[..., :512], backend=None):
+        q = torch.empty(4, 1, heads, 576, device="meta").bfloat16()
+        return tw.explain(q, k, v, mask=tw.Causal(), layout=layout, backend=backend, device="sm_90")
+
+    assert told(16).backend == "triton"
+    assert told(128, backend="hopper").backend is None
+    assert told(16, torch.empty_like(k[..., :512]), "hopper").backend is None
+    for heads, rows, programs in ((8, 16, 264), (16, 16, 264), (17, 32, 132), (32, 32, 132)):
+        tiles = told(heads, backend="hopper").tiles
+        assert f"{rows} rows of {heads} heads x 64 keys" in tiles
+        assert f"{programs} programs for each of 1 key heads" in tiles
+        assert "V is read from K's tiles" in tiles
+        assert "has not run on a GPU" in tiles
 
 
 def test_few_queries_split_keys_on_hopper():

@@ -49,6 +49,7 @@ CALLS = {
     160: ("causal", "dropout"),
     192: ("causal", "bounded", "latents", "latents, varlen", "latents, dropout"),
     224: ("causal", "wide varlen"),
+    576: ("MLA, 16 rows", "MLA, 32 rows"),
 }  # fmt: skip
 """What is compiled of each head size: every row of the tables, and every kind of kernel once."""
 
@@ -96,6 +97,13 @@ def calls() -> dict[str, dict[str, Any]]:
         **{f"decode pages of {page}": pages(page) | {"queries": 4} for page in (16, 128)},
         "decode scored": scores
         | {"mask": narrow, "queries": 2, "H_k": 2, "page": S, "layout": tw.Cached(ints, starts=ints, index=ints)},
+        **{
+            f"MLA, {name}": {"queries": 1, "H": heads, "H_k": 1, "D_v": 512, "within": True} | of_cache
+            for name, heads, of_cache in (
+                ("16 rows", 16, pages(64)),
+                ("32 rows", 32, {"page": S, "layout": tw.Cached(ints)}),
+            )
+        },
         "cache, window": {"mask": narrow, "H_k": 1, "page": S, "layout": tw.Cached(ints)},
         "wide": causal | {"out_dtype": torch.float32},
         "wide varlen": causal | {"layout": packed, "out_dtype": torch.float32},
@@ -122,7 +130,8 @@ def launches(D: int, options: dict[str, Any]) -> list[Any]:
     shape, page = (batch * length,) if packed else (batch, length), options.pop("page", None)
     q = meta(*shape[:-1], options.pop("queries", shape[-1]), heads, D, dtype=dtype)
     k = meta(*((batch * length // page, page) if page else shape), options.pop("H_k", heads), D, dtype=dtype)
-    v = k.new_empty((*k.shape[:-1], options.pop("D_v", D)))
+    D_v = options.pop("D_v", D)
+    v = k[..., :D_v] if options.pop("within", False) else k.new_empty((*k.shape[:-1], D_v))
     p, x = described("sm_90", q, k, v, **{"backend": "hopper", **options})
     assert not against("hopper", p), against("hopper", p)
     seed = meta(dtype=torch.int64) if p.recipe.dropout else None

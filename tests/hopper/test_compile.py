@@ -32,7 +32,7 @@ SCRIPTS = {
     "hopper/offline.py": {
         "attention_forward": EVERY | {96, 160, 192, 224}, "attention_backward": EVERY | {96, 160, 192, 224},
         "attention_backward_gather": EVERY,
-        "attention_decode": {64, 128}, "attention_forward_fp32": {64, 128},
+        "attention_decode": {64, 128, 576}, "attention_forward_fp32": {64, 128},
     },
     "hopper/offline_fp32_backward.py": {"attention_backward_fp32": {64, 128}},
 }  # fmt: skip

@@ -1,5 +1,5 @@
-"""Hopper's roles for few queries, rehearsed: each key tile of each sequence comes from its pages, once, K before V; and
-what is loaded before earlier kernels are complete."""
+"""Hopper's roles for few queries, rehearsed: each key tile of each sequence comes from its pages, once, K before V, or
+both at once of latents; and what is loaded before earlier kernels are complete."""
 
 from collections import defaultdict
 from types import SimpleNamespace
@@ -15,7 +15,6 @@ import tilewise as tw
 from tilewise.hopper.split_keys import launch as decode_launch
 from tilewise.hopper.split_keys.choice import splits
 from tilewise.hopper.split_keys.kernel import EARLY_TILES
-from tilewise.hopper.tiles import padded
 
 LENGTHS, WIDTH, H, H_K = (2500, 3, 0, 513, 64, 65), 2560, 8, 2
 GONE = 1 << 30
@@ -81,7 +80,8 @@ def rehearsed(D, page, M, W, mask, monkeypatch, written_late=None, index=None):
     B = len(LENGTHS)
     keys = (B * WIDTH // page, page) if page else (B, WIDTH)
     layout = tw.Cached(torch.tensor(LENGTHS), table, index=index)
-    p, x = call(M, 0, D, H, H_K, batch=(B,), keys=keys, mask=mask, layout=layout, backend="hopper")
+    of_v = {"D_v": min(D, 512), "within": D > 128}
+    p, x = call(M, 0, D, H, H_K, batch=(B,), keys=keys, mask=mask, layout=layout, backend="hopper", **of_v)
     assert splits(p)
     split = decode_launch.plan(p).split
     ends, places, pieces = line_of_call(p, W)
@@ -129,8 +129,10 @@ def rehearsed(D, page, M, W, mask, monkeypatch, written_late=None, index=None):
     k, v = (Box(name, 2 * size[2] * size[3], size) for name in "kv")
     world = pretend.world = World(W * H_K)
     variant = variant_of(p, x, None)._replace(sink=None)
-    arguments = Numbers(), k, v, Numbers(), Numbers(), Numbers(), cache_of(p, x), variant, 1.0, H_K, W, split
-    world.run([((n,), lambda: kernel(*arguments, padded(p))) for n in range(world.programs)])
+    panels = decode_launch.plan(p).panels
+    results, of_call = (Numbers(), Numbers(), Numbers()), (cache_of(p, x), variant, 1.0, H_K, W, split, panels)
+    arguments = Numbers(), k, None if panels.shared else v, *results, *of_call
+    world.run([((n,), lambda: kernel(*arguments)) for n in range(world.programs)])
     functions.cache_clear()
     if world.failure:
         raise world.failure
@@ -138,8 +140,8 @@ def rehearsed(D, page, M, W, mask, monkeypatch, written_late=None, index=None):
 
 
 def told(events, page, place_of):
-    """Of each sequence, key head and operand the programs that multiply it and the first keys of their tiles, in order;
-    and how often each program stores."""
+    """Of each sequence, key head and operand the programs that multiply it, and the first keys and columns of what they
+    multiply, in order; and how often each program stores."""
     seen, stored = defaultdict(list), defaultdict(int)
     for what, role, *given in events:
         if what == "stored":
@@ -148,13 +150,12 @@ def told(events, page, place_of):
             continue
         names, tiles = set(), set()
         for (row, panel), (name, entry, h, at, column) in given[0][1:]:
-            assert column == 64 * panel
             names.add(name)
             if not page or 0 <= entry < GONE:  # TMA reads zeros elsewhere
                 b, number = place_of[entry] if page else (entry, 0)
-                tiles.add((b, h, number * page + at - row))
-        (name,), ((b, h, j),) = names, tiles
-        seen[b, h, name].append((role[0] // H_K, j))
+                tiles.add((b, h, number * page + at - row, column - 64 * panel))
+        (name,), ((b, h, j, first),) = names, tiles
+        seen[b, h, name].append((role[0] // H_K, j, first))
     return seen, stored
 
 
@@ -168,13 +169,31 @@ def test_each_tile_is_multiplied_once_in_order(monkeypatch, mask, D, page, M, W)
         tiles = [j * split.B_C for j in range(-(-n // split.B_C))]
         for h in range(H_K):
             of_k, of_v = seen[b, h, "k"], seen[b, h, "v"]
-            assert [j for _, j in sorted(of_k)] == tiles
+            assert [(j, first) for _, j, first in sorted(of_k)] == [(j, 0) for j in tiles]
             assert sorted(of_k) == sorted(of_v)
             for w in range(W):
-                assert [j for who, j in of_k if who == w] == sorted(j for who, j in of_k if who == w)
+                assert [j for who, j, _ in of_k if who == w] == sorted(j for who, j, _ in of_k if who == w)
     for w, (first, stop) in enumerate(pieces):
         of_rows = sum(first < end and stop > end - own for end, own in zip(ends, places, strict=True))
         assert [stored[w * H_K + h] for h in range(H_K)] == [of_rows if stop > first else 0] * H_K
+
+
+@pytest.mark.parametrize(("D", "of_k", "of_v"), [(576, 6, 5), (512, 6, 5), (320, 4, 3)])
+@pytest.mark.parametrize("page", [64, 16, 0])
+@pytest.mark.parametrize(("M", "W"), [(1, 3), (8, 40)])
+def test_latents_are_loaded_once_and_multiplied_twice(monkeypatch, D, of_k, of_v, page, M, W):
+    """S takes all pieces of a tile, and O those of V's columns. 40 programs leave some without work."""
+    events, place_of, split, *_ = rehearsed(D, page, M, W, tw.Causal(), monkeypatch)
+    seen, _ = told(events, page, place_of)
+    columns = [0, 128, 192, 320, 384, 512]
+    for b, n in enumerate(LENGTHS):
+        for h in range(H_K):
+            found = [(j, first) for _, j, first in sorted(seen[b, h, "k"], key=lambda one: one[:2])]
+            once = columns[:of_k] + columns[:of_v]
+            assert found == [(j, first) for j in range(0, n, split.B_C) for first in once]
+    loaded = [box for boxes in by_program(events, "loaded").values() for box in boxes if not page or box[1] in place_of]
+    assert loaded
+    assert len(loaded) == len(set(loaded))
 
 
 def by_program(events, kind):

@@ -283,15 +283,12 @@ def test_a_margin_leaves_multiprocessors_free():
         assert done.stdout.strip() == expected
 
 
-def test_rows_lie_in_pieces_by_name_alone():
-    """A GPU has not run these; what pads rows is what runs by default, and codes and caches are padded either way."""
+def test_rows_lie_in_pieces():
+    """Those of codes, and of sizes without a row in the tables, are padded."""
     q, v = (torch.empty(2, 512, 8, D, dtype=torch.bfloat16, device="meta") for D in (192, 128))
-    said, named = (str(tw.explain(q, q, v, device="sm_90", backend=name)) for name in (None, "hopper"))
-    assert "in pieces" not in said
-    assert "rows of 192 and 128 columns in pieces, which no GPU has run" in named
-    tiles = [plan(problem(512, 512, 192, D_v=128, **given)) for given in ({}, {"backend": "hopper"})]
-    assert [(pl.constants["tile"].D, pl.constants["tile"].D_V, pl.backward_tile.D) for pl in tiles] == [
-        (256, 256, 256), (192, 128, 192),
-    ]  # fmt: skip
+    assert "rows of 192 and 128 columns in pieces" in str(tw.explain(q, q, v, device="sm_90"))
+    for D, D_v, columns in ((192, 128, (192, 128, 192)), (200, 128, (256, 256, 256)), (72, 80, (96, 96, 96))):
+        pl = plan(problem(512, 512, D, D_v=D_v))
+        assert (pl.constants["tile"].D, pl.constants["tile"].D_V, pl.backward_tile.D) == columns
     coded = plan(problem(512, 512, 192, D_v=128, backend="hopper", precision="int8"))
     assert coded.constants["tile"].D == 256

@@ -36,13 +36,14 @@ class Hopper:
             return [f"it is written for sm_90, the tensors are on {p.target}"]
         fp32, largest, sizes = p.dtype == torch.float32, max(p.D, p.D_v), f"got {p.D} and {p.D_v}"
         page, unordered = p.layout.page(p) or 0, recipe.deterministic and p.listed
+        wide = not fp32 and largest > 256 and not splits(p)
         against = {
             f"pages must have a multiple of 8 rows, got {page}": page % 8,
             f"it multiplies fp32 in {' and '.join(KINDS)}, not in {recipe.precision}": fp32 and precision(p) is None,
             f"its fp32 kernels take head sizes up to 128, {sizes}": fp32 and largest > 128,
             "its fp32 kernels know no scores and no dropout": fp32 and (recipe.score or recipe.dropout),
             f"it takes fp16, bf16 and fp32, not {_name(p.dtype)}": p.dtype == torch.float64,
-            f"it takes head sizes up to 256, {sizes}; backend='triton' takes larger ones": not fp32 and largest > 256,
+            f"it takes head sizes up to 256, {sizes}; backend='triton' takes larger ones": wide,
             f"head sizes must be multiples of 8, {sizes}; pad them": p.D % 8 or p.D_v % 8,
             "it leaves packed sequences with a bias to the portable kernels": p.biased and not p.layout.uniform,
             "it needs a query and two keys": p.N < 2 or 0 in (p.B, p.M),

@@ -266,7 +266,7 @@ def in_pieces(tile: Any) -> list[str]:
     pieces: Any = pieces_of(tile.D)
     if len(pieces) == 1:
         return []
-    return [f"rows of {tile.D} and {tile.D_V} columns in pieces, which no GPU has run"]
+    return [f"rows of {tile.D} and {tile.D_V} columns in pieces"]
 
 
 def repeat_backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor) -> Backward | None:

@@ -100,7 +100,7 @@ BACKWARD = {
     160: Backward(64, 64, 2, 2, split_dkdv=True),
     192: Backward(64, 64, 2, 1, split_dkdv=True),
     224: Backward(64, 64, 2, 1, split_dkdv=True),
-    (192, 128): Backward(64, 64, 2, 1, split_dkdv=True),
+    (192, 128): Backward(64, 64, 2, 2, split_dkdv=True),
 }
 """By the columns of a row in shared memory, as FORWARD."""
 
@@ -173,12 +173,11 @@ class Columns(NamedTuple):
 
 
 def columns(p: Problem, rows: Mapping[Any, Any]) -> Columns:
-    """Return a problem's columns: its head sizes rounded up to 32, if there is such a row; else to a power of two.
-
-    That is for calls that name this back end until tests/card/test_pieces.py has passed; not for codes and caches."""
+    """Return a problem's columns: its head sizes rounded up to 32, if there is such a row; else to a power of two, as
+    those of codes and caches."""
     found = Columns(*[max(64, -(-size // 32) * 32) for size in (p.D, p.D_v)])
     plain = p.dtype != torch.float32 and p.needs <= {"packed"}
-    if plain and p.recipe.backend == "hopper" and found.key in rows:
+    if plain and found.key in rows:
         return found
     return Columns(padded(p), padded(p))
 

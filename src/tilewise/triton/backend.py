@@ -33,13 +33,12 @@ class Portable:
         """Take 8 bits on chips that have them, and keys in a cache where kernels split keys."""
         p, sizes, wide = problem, f"{problem.D} and {problem.D_v}", max(problem.D, problem.D_v) > 256
         old, no_e4m3 = p.target in NO_MATRIX_UNITS, p.target not in (*WITH_FP8, "cpu")
-        against_cache = holding({
-            f"it stores a cache's results in q's type, got out_dtype={p.out_dtype}": p.out_dtype != p.dtype,
-            f"it reads keys in 8 bits for head sizes up to 256, got {sizes}": wide and p.k.dtype.itemsize == 1,
-            "its kernel for caches has not run on a GPU with head sizes above "
-            f"{split_keys.LARGEST}, got {sizes}; pass backend='triton' to run it":
-                split_keys.untried(p) and p.recipe.backend != self.name,
-        })  # fmt: skip
+        against_cache = holding(
+            {
+                f"it stores a cache's results in q's type, got out_dtype={p.out_dtype}": p.out_dtype != p.dtype,
+                f"it reads keys in 8 bits for head sizes up to 256, got {sizes}": wide and p.k.dtype.itemsize == 1,
+            }
+        )
         return {
             **dict.fromkeys(TAKES, ""),
             "cache": "; ".join(against_cache),

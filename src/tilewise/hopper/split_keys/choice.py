@@ -1,11 +1,26 @@
 """Choose the calls whose keys Hopper's kernels split, without importing these."""
 
+from typing import NamedTuple
+
 from ...call.problem import Problem
 from ...host.launch import multiprocessors
 from ..plan import width
 
-ROWS = 16
-"""Rows of queries in a tile."""
+
+class Tile(NamedTuple):
+    """Hold a tile's rows of queries, a program's stages of keys, a multiprocessor's programs, and a thread's registers
+    before the roles divide them."""
+
+    rows: int
+    stages: int
+    programs: int
+    registers: int
+
+
+FEW = Tile(16, 12, 1, 112)
+"""With its registers, programs of `attention_combine` fit beside."""
+LATENTS = Tile(16, 3, 2, 128), Tile(32, 7, 1, 144)
+"""With 16 rows, one program computes while a tile of the other's arrives. Two of 32 would have too few registers."""
 SEQUENCES = 256
 """The most sequences, as registers hold the line."""
 LONG, LOADED = 1024, 2048
@@ -14,8 +29,26 @@ LONG, LOADED = 1024, 2048
 
 def splits(p: Problem) -> bool:
     """Tell whether these kernels can run a problem that `why_not` does not refuse."""
-    small = 0 < p.M * (p.H // p.H_k) <= ROWS and max(p.D, p.D_v) <= 128 and 0 < p.B <= SEQUENCES
-    return small and p.splits_keys and not p.layout.unbounded and p.out_dtype == p.dtype
+    small = max(p.D, p.D_v) <= 128 and p.splits_keys
+    fits = 0 < p.B <= SEQUENCES and not p.layout.unbounded and p.out_dtype == p.dtype
+    return fits and (small or latents(p)) and 0 < p.M * (p.H // p.H_k) <= tiles_of(p)[-1].rows
+
+
+def latents(p: Problem) -> bool:
+    """Tell whether keys are latents in a cache, and values are their first columns (MLA). Only calls that name this
+    back end come here until tests/card/test_latents.py has passed."""
+    tried = p.recipe.backend == "hopper"
+    return tried and p.within and 256 < p.D <= 576 and p.D_v <= 512 and p.dtype.itemsize == 2 and "cache" in p.needs
+
+
+def tiles_of(p: Problem) -> tuple[Tile, ...]:
+    """Return the tiles that a problem may have, by rows."""
+    return LATENTS if latents(p) else (FEW,)
+
+
+def tile_of(p: Problem) -> Tile:
+    """Return the smallest tile that holds all rows of a sequence and key head."""
+    return next(tile for tile in tiles_of(p) if p.M * (p.H // p.H_k) <= tile.rows)
 
 
 def few_keys(p: Problem) -> bool:
@@ -25,5 +58,5 @@ def few_keys(p: Problem) -> bool:
 
 
 def programs_of(p: Problem) -> int:
-    """Return how many programs share the keys of a key head: one a multiprocessor in all."""
-    return max(1, multiprocessors(p.q.device) // p.H_k)
+    """Return how many programs share the keys of a key head: together, as many as fit."""
+    return max(1, multiprocessors(p.q.device) * tile_of(p).programs // p.H_k)

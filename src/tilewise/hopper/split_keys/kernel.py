@@ -4,8 +4,11 @@
     attend  4 warps     compute S^T = K Q^T, the online softmax in registers, O^T += V^T P^T
 
 Transposed, a product has 64 keys by 16 rows of queries: the left operand has 64 rows at least. Stages hold what arrives
-while `attend` ends one sequence and begins the next.
+while `attend` ends one sequence and begins the next. Each has all columns of a tile up to 128, else a panel of 192 in
+pieces of 128 and 64. Where values are the first columns of keys (MLA, DeepSeek-V2 2024), K's panels serve as V's.
 """
+
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -24,17 +27,32 @@ from ..parts.channel import (
     barriers,
     expect,
     launch_dependents,
-    stage,
     wait,
     wait_before,
     wait_dependencies,
 )
+from ..parts.pieces import allocate, pieces_of, tile_at, tile_of, wait_for, wait_for_both, zeros_of_piece
 from ..parts.ragged import zero_outside
 
 IN_FLIGHT = gl.constexpr(4)
-"""Tiles that may be under way at a time: with more, memory is slower."""
+"""Stages that may be under way at a time, where there are more: memory is slower with all."""
 EARLY_TILES = gl.constexpr(2)
-"""Key tiles that a program asks for before earlier kernels are complete."""
+"""Key tiles that a program asks for before earlier kernels are complete, if it has stages for them."""
+
+
+class Panels(NamedTuple):
+    """Say how a tile of keys lies in stages: a stage's columns, how many K takes, and V; whether V's are K's first."""
+
+    columns: int
+    of_k: int
+    of_v: int
+    shared: bool
+
+
+@gluon.constexpr_function
+def stages_of_tile(panels):
+    """Count the stages of a tile of keys, with those of its values."""
+    return panels.of_k if panels.shared else panels.of_k + panels.of_v
 
 
 @gluon.jit
@@ -79,36 +97,50 @@ def entries_of(pages, entry, n, BOXES: gl.constexpr, P: gl.constexpr):
 
 
 @gluon.jit
-def load_tile(X, keys, y, entries, h, row, P: gl.constexpr):
-    """Load the tile of keys from `row` on into use y."""
-    SIZE: gl.constexpr = X.block_type.shape[2]
-    STAGES: gl.constexpr = keys.memory.shape[0]
-    B_C: gl.constexpr = keys.memory.shape[3]
-    PANELS: gl.constexpr = keys.memory.shape[4] // 64
-    panels = triton_compat.reinterpret(keys.memory, X.dtype, [STAGES * PANELS, 1, 1, B_C, 64], X.layout)
+def load_panel(X, keys, y, entries, h, row, column, P: gl.constexpr, panels: gl.constexpr):
+    """Load a panel, from `column` on, of the tile of keys from `row` on into use y."""
+    STAGES: gl.constexpr = keys.full.shape[0]
     wait_before(keys.empty, y)
-    if y >= IN_FLIGHT:
-        wait(keys.full, y - IN_FLIGHT)
-    bar = expect(keys.full, y, X.block_type.nbytes * (B_C // SIZE * PANELS))
+    if STAGES > IN_FLIGHT:
+        if y >= IN_FLIGHT:
+            wait(keys.full, y - IN_FLIGHT)
+    bar = expect(keys.full, y, keys.memory[0].shape[3] * panels.columns * 2)
+    for n in gl.static_range(len(keys.memory)):
+        load_piece(X, keys.memory[n], y, entries, h, row, column, bar, P)
+        column += keys.memory[n].shape[4]
+
+
+@gluon.jit
+def load_piece(X, memory, y, entries, h, row, column, bar, P: gl.constexpr):
+    """Load a piece of a panel."""
+    SIZE: gl.constexpr = X.block_type.shape[2]
+    STAGES: gl.constexpr = memory.shape[0]
+    B_C: gl.constexpr = memory.shape[3]
+    BOXES: gl.constexpr = memory.shape[4] // 64
+    boxes = triton_compat.reinterpret(memory, X.dtype, [STAGES * BOXES, 1, 1, B_C, 64], X.layout)
     for s in gl.static_range(B_C // SIZE):
         at = row + s * SIZE
         if P > 0:
             at = at % P
-        for c in gl.static_range(PANELS):
-            box = panels.index(y % STAGES * PANELS + c).slice(s * SIZE, SIZE, 2)
-            triton_compat.load(X, [entries[s], h, at, 64 * c], bar, box)
+        for c in gl.static_range(BOXES):
+            box = boxes.index(y % STAGES * BOXES + c).slice(s * SIZE, SIZE, 2)
+            triton_compat.load(X, [entries[s], h, at, column + 64 * c], bar, box)
 
 
 @gluon.jit
-def load_tiles(K, V, keys, y, pages, n, entry, h, row, P: gl.constexpr):
-    """Load the tiles of K and of V into uses y and y + 1. Lane n of `pages` has the first page."""
-    entries = entries_of(pages, entry, n, keys.memory.shape[3] // K.block_type.shape[2], P)
-    load_tile(K, keys, y, entries, h, row, P)
-    load_tile(V, keys, y + 1, entries, h, row, P)
+def load_tile(K, V, keys, y, pages, n, entry, h, row, P: gl.constexpr, panels: gl.constexpr):
+    """Load a tile of K, and one of V, into uses from y on. Lane n of `pages` has the first page."""
+    OF_K: gl.constexpr = panels.of_k
+    OF_V: gl.constexpr = 0 if panels.shared else panels.of_v
+    entries = entries_of(pages, entry, n, keys.memory[0].shape[3] // K.block_type.shape[2], P)
+    for x in gl.static_range(OF_K):
+        load_panel(K, keys, y + x, entries, h, row, x * panels.columns, P, panels)
+    for x in gl.static_range(OF_V):
+        load_panel(V, keys, y + OF_K + x, entries, h, row, x * panels.columns, P, panels)
 
 
 @gluon.jit
-def load(K, V, keys, early, batch, variant, H_k, W, split: gl.constexpr):
+def load(K, V, keys, early, batch, variant, H_k, W, split: gl.constexpr, panels: gl.constexpr):
     """Run the producer warp.
 
     Before earlier kernels are complete, it loads the first tiles by `early` and drops them, so that L2 has them. They
@@ -118,18 +150,20 @@ def load(K, V, keys, early, batch, variant, H_k, W, split: gl.constexpr):
     P: gl.constexpr = split.P
     SIZE: gl.constexpr = K.block_type.shape[2]
     BOXES: gl.constexpr = split.B_C // SIZE
+    COUNT: gl.constexpr = stages_of_tile(panels)
+    EARLY: gl.constexpr = min(EARLY_TILES, split.STAGES // COUNT)
     if batch.index is None:
         _, h, _, _, work, pages = first_of(batch, variant, H_k, W, SIZE, split)
-        for s in gl.static_range(EARLY_TILES):
+        for s in gl.static_range(EARLY):
             row = work.start + (work.lo + s) * split.B_C
-            load_tiles(K, V, early, 2 * s, pages, s * BOXES, work.b, h, row, P)
+            load_tile(K, V, early, s * COUNT, pages, s * BOXES, work.b, h, row, P, panels)
     wait_dependencies()
     line, h, at, stop, work, more = first_of(batch, variant, H_k, W, SIZE, split)
     if batch.index is None:
-        for s in gl.static_range(2 * EARLY_TILES):
+        for s in gl.static_range(COUNT * EARLY):
             wait(early.full, s)
     pages = more + 0  # Triton carries no two names of one value through a loop
-    y = 0  # tiles of keys and of values so far
+    y = 0  # panels so far
     while at < stop:
         entry = entry_of(batch, work.b).to(gl.int32)
         for t in range(work.lo, work.hi):
@@ -137,40 +171,50 @@ def load(K, V, keys, early, batch, variant, H_k, W, split: gl.constexpr):
             if n == 0:
                 pages = more
                 more = pages_from(batch, work, t * split.B_C + 32 * SIZE, SIZE, P)
-            load_tiles(K, V, keys, y, pages, n, entry, h, work.start + t * split.B_C, P)
-            y += 2
+            load_tile(K, V, keys, y, pages, n, entry, h, work.start + t * split.B_C, P, panels)
+            y += COUNT
         at += work.count
         work = work_at(line, gl.minimum(at, line.total - 1), stop, batch, variant.mask, split)
         more = pages_from(batch, work, work.lo * split.B_C, SIZE, P)
 
 
 @gluon.jit
-def logits(q, keys, y, split: gl.constexpr):
-    """Start S^T = K Q^T of use y."""
-    B_R: gl.constexpr = split.B_R
-    B_C: gl.constexpr = split.B_C
-    D: gl.constexpr = q.shape[1]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B_R, 16])
-    wait(keys.full, y)
-    k = stage(keys.memory, y).reshape([B_C, D])
-    zero = gl.zeros([B_C, B_R], gl.float32, layout)
-    return warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+def release(keys, y, COUNT: gl.constexpr):
+    """Release the stages of COUNT uses."""
+    for x in gl.static_range(COUNT):
+        arrive(keys.empty, y + x)
 
 
 @gluon.jit
-def weigh(S, o, m, l, t, y, work, heads, i, p, keys, variant, c, split: gl.constexpr):
-    """Start O^T += V^T P^T of key tile t, whose values are use y. Of l's rows, every key of a tile has one."""
+def logits(q, keys, y):
+    """Start S^T = K Q^T of the tile whose first panel is use y."""
+    PANELS: gl.constexpr = q[0].shape[0]
+    S = zeros_of_piece(keys.memory[0].shape[3], q[0].shape[3])
+    for x in gl.static_range(PANELS):
+        wait(keys.full, y + x)
+        of_q, of_k = tile_of(q, x), tile_at(keys.memory, y + x)
+        for n in gl.static_range(len(q)):
+            S = warpgroup_mma(of_k[n], of_q[n].permute((1, 0)), S, use_acc=x + n > 0, is_async=True)
+    return S
+
+
+@gluon.jit
+def weigh(S, o, m, l, t, y, work, heads, i, p, keys, variant, c, split: gl.constexpr, panels: gl.constexpr):
+    """Start O^T += V^T P^T of key tile t, whose values are uses from y on. Of l's rows, every key of a tile has one."""
     B_C: gl.constexpr = split.B_C
-    D: gl.constexpr = o.shape[0]
+    PANELS: gl.constexpr = panels.of_v
+    PIECES: gl.constexpr = len(keys.memory)
     j = (t * B_C + gl.arange(0, B_C, gl.SliceLayout(1, S.type.layout)))[:, None]
     at = Entries(work.b, heads[None, :], 0, (work.N - work.M + i)[None, :], 0, j)
     S = apply_scores(variant.scores, S, at, len(variant.scores))
-    v = stage(keys.memory, y).reshape([B_C, D])
     if (t < work.full_lo) | (t >= work.full_hi):
         seen = visible(variant.mask, work.b, at.h, at.i, j) & (j >= work.first) & (j < work.last)
         S = gl.where(seen, S, float("-inf"))
-        wait(keys.full, y)
-        zero_outside(v, work.first - t * B_C, work.last - t * B_C)  # a cache may hold NaN there
+        for x in gl.static_range(PANELS):  # a cache may hold NaN there
+            wait(keys.full, y + x)
+            v = tile_at(keys.memory, y + x)
+            for n in gl.static_range(PIECES):
+                zero_outside(v[n], work.first - t * B_C, work.last - t * B_C)
     m_new, shift = row_max(gl.max(S, 0), m, c)
     alpha = rescaling(m, shift, c)
     P = gl.exp2(S * c - shift[None, :])
@@ -178,85 +222,142 @@ def weigh(S, o, m, l, t, y, work, heads, i, p, keys, variant, c, split: gl.const
     fence_async_shared()
     triton_compat.barrier()
     l = l * alpha[None, :] + P
-    o = o * gl.convert_layout(alpha, gl.SliceLayout(0, o.type.layout))[None, :]
-    wait(keys.full, y)
-    return warpgroup_mma(v.permute((1, 0)), p, o, is_async=True), m_new, l
+    alpha = gl.convert_layout(alpha, gl.SliceLayout(0, o[0].type.layout))[None, :]
+    sums = ()
+    for x in gl.static_range(PANELS):
+        if not panels.shared:  # else `logits` waited
+            wait(keys.full, y + x)
+        v = tile_at(keys.memory, y + x)
+        for n in gl.static_range(PIECES):
+            if PIECES * x + n < len(o):
+                sums += (warpgroup_mma(v[n].permute((1, 0)), p, o[PIECES * x + n] * alpha, is_async=True),)
+    return sums, m_new, l
 
 
 @gluon.jit
-def attend(Q, O, L, partial, q, p, keys, batch, variant, c, H_k, W, split: gl.constexpr):
+def attend(Q, O, L, partial, q, p, keys, batch, variant, c, H_k, W, split: gl.constexpr, panels: gl.constexpr):
     """Run the warps that compute."""
     B_R: gl.constexpr = split.B_R
     B_C: gl.constexpr = split.B_C
-    D: gl.constexpr = q.shape[1]
+    WIDTHS: gl.constexpr = pieces_of_v(split, panels)
+    COUNT: gl.constexpr = stages_of_tile(panels)
+    OF_K: gl.constexpr = panels.of_k
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B_R, 16])
     by_row: gl.constexpr = gl.SliceLayout(0, layout)
-    q_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     wait_dependencies()
     launch_dependents()
     line, h, w, at, stop = own_piece(batch, variant, H_k, W, split)
-    y = 0  # tiles of keys and of values so far
+    y = 0  # panels so far
     while at < stop:
         work = work_at(line, at, stop, batch, variant.mask, split)
-        row = work.r * B_R + gl.arange(0, B_R, gl.SliceLayout(1, q_layout))
-        i, heads, seen = places_of(row, h, work.M, split)
-        entries = gl.arange(0, D, gl.SliceLayout(0, q_layout))[None, :]
-        inside = seen[:, None] & (entries < split.d)
-        q.store(gl.load(address(Q, work.b, i, heads)[:, None] + entries, mask=inside, other=0.0))
-        fence_async_shared()
-        triton_compat.barrier()
+        load_queries(Q, q, work, h, split)
         i, heads, _ = places_of(work.r * B_R + gl.arange(0, B_R, by_row), h, work.M, split)
-        o = gl.zeros([D, B_R], gl.float32, layout)
+        o = ()
+        for n in gl.static_range(len(WIDTHS)):
+            o += (zeros_of_piece(WIDTHS[n], B_R),)
         m = gl.full([B_R], float("-inf"), gl.float32, by_row)
         l = gl.zeros([B_C, B_R], gl.float32, layout)
-        if work.lo < work.hi:
-            S = warpgroup_mma_wait(0, [logits(q, keys, y, split)])
-            arrive(keys.empty, y)
+        if panels.shared:
+            for t in range(work.lo, work.hi):
+                S = warpgroup_mma_wait(0, [logits(q, keys, y)])
+                o, m, l = weigh(S, o, m, l, t, y, work, heads, i, p, keys, variant, c, split, panels)
+                o = wait_for(0, o)
+                release(keys, y, COUNT)
+                y += COUNT
+        elif work.lo < work.hi:
+            S = warpgroup_mma_wait(0, [logits(q, keys, y)])
+            release(keys, y, OF_K)
             for t in range(work.lo, work.hi - 1):  # S of the next key tile begins before the softmax of this one
-                S_next = logits(q, keys, y + 2, split)
-                o, m, l = weigh(S, o, m, l, t, y + 1, work, heads, i, p, keys, variant, c, split)
-                S, o = warpgroup_mma_wait(0, [S_next, o])
-                arrive(keys.empty, y + 1)
-                arrive(keys.empty, y + 2)
-                y += 2
-            o, m, l = weigh(S, o, m, l, work.hi - 1, y + 1, work, heads, i, p, keys, variant, c, split)
-            o = warpgroup_mma_wait(0, [o])
-            arrive(keys.empty, y + 1)
-            y += 2
-        o = gl.permute(o, (1, 0))
-        of_rows: gl.constexpr = gl.SliceLayout(1, o.type.layout)
-        m, l = gl.convert_layout(m, of_rows), gl.convert_layout(gl.sum(l, 0), of_rows)
-        row = work.r * B_R + gl.arange(0, B_R, of_rows)
-        i, heads, seen = places_of(row, h, work.M, split)
-        entries = gl.arange(0, D, gl.SliceLayout(0, o.type.layout))
-        if work.count == work.each:
-            write(O, L, o, m, l, variant.sink, work.b, i, heads, seen, entries, split.d_v)
-        else:
-            store_partial(partial, o, m, l, batch, work.q0, row, work.x, w, H_k, h, seen, entries, split)
+                S_next = logits(q, keys, y + COUNT)
+                o, m, l = weigh(S, o, m, l, t, y + OF_K, work, heads, i, p, keys, variant, c, split, panels)
+                o, S = wait_for_both(0, o, S_next)
+                release(keys, y + OF_K, COUNT)  # V, and the next K
+                y += COUNT
+            o, m, l = weigh(S, o, m, l, work.hi - 1, y + OF_K, work, heads, i, p, keys, variant, c, split, panels)
+            o = wait_for(0, o)
+            release(keys, y + OF_K, COUNT - OF_K)
+            y += COUNT
+        l = gl.sum(l, 0)
+        column = 0
+        for n in gl.static_range(len(o)):
+            part = gl.permute(o[n], (1, 0))
+            store_piece(O, L, partial, part, m, l, batch, variant, work, h, w, H_k, column, split)
+            column += part.shape[1]
         at += work.count
 
 
+@gluon.jit
+def store_piece(O, L, partial, o, m, l, batch, variant, work, h, w, H_k, column, split: gl.constexpr):
+    """Store the columns of a piece from `column` on: of o, if all keys are summed, else of a partial sum."""
+    of_rows: gl.constexpr = gl.SliceLayout(1, o.type.layout)
+    m, l = gl.convert_layout(m, of_rows), gl.convert_layout(l, of_rows)
+    row = work.r * split.B_R + gl.arange(0, split.B_R, of_rows)
+    i, heads, seen = places_of(row, h, work.M, split)
+    entries = column + gl.arange(0, o.shape[1], gl.SliceLayout(0, o.type.layout))
+    if work.count == work.each:
+        write(O, L, o, m, l, variant.sink, work.b, i, heads, seen, entries, split.d_v)
+    else:
+        store_partial(partial, o, m, l, batch, work.q0, row, work.x, w, H_k, h, seen, entries, split)
+
+
+@gluon.jit
+def load_queries(Q, q, work, h, split: gl.constexpr):
+    """Load rows of Q into shared memory, in panels as K's."""
+    PANELS: gl.constexpr = q[0].shape[0]
+    column = 0
+    for x in gl.static_range(PANELS):
+        for n in gl.static_range(len(q)):
+            piece = tile_of(q, x)[n]
+            load_rows(Q, piece, work, h, column, split)
+            column += piece.shape[1]
+    fence_async_shared()
+    triton_compat.barrier()
+
+
+@gluon.jit
+def load_rows(Q, piece, work, h, column, split: gl.constexpr):
+    """Load the columns of a piece from `column` on."""
+    WIDTH: gl.constexpr = piece.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    row = work.r * split.B_R + gl.arange(0, split.B_R, gl.SliceLayout(1, layout))
+    i, heads, seen = places_of(row, h, work.M, split)
+    entries = column + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
+    inside = seen[:, None] & (entries < split.d)
+    piece.store(gl.load(address(Q, work.b, i, heads)[:, None] + entries, mask=inside, other=0.0))
+
+
+@gluon.constexpr_function
+def pieces_of_v(split, panels):
+    """Return the columns of the pieces that have V's."""
+    widths = pieces_of(panels.columns) * panels.of_v
+    return tuple([width for n, width in enumerate(widths) if sum(widths[:n]) < split.d_v])
+
+
 @gluon.jit(do_not_specialize=["batch", "variant", "H_k", "W"])
-def attention_decode(Q, K, V, O, L, partial, batch, variant, c, H_k, W, split: gl.constexpr, D: gl.constexpr):
+def attention_decode(
+    Q, K, V, O, L, partial, batch, variant, c, H_k, W, split: gl.constexpr, panels: gl.constexpr
+):  # fmt: skip
     """Sum one piece of the line of one key head. Neighbouring programs read the heads of one key at a time.
 
-    Q, O and L are `Rows`; K and V are boxes of 64 columns. D is the head size in shared memory.
+    Q, O and L are `Rows`; K and V are boxes of 64 columns, V None where values are K's first columns.
     """
-    of_q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([split.B_R, D], K.dtype)
-    of_p: gl.constexpr = gl.NVMMASharedLayout.get_default_for([split.B_C, split.B_R], K.dtype)
-    of_keys: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, split.B_C, D], K.dtype)
-    q = gl.allocate_shared_memory(K.dtype, [split.B_R, D], of_q)
-    p = gl.allocate_shared_memory(K.dtype, [split.B_C, split.B_R], of_p)
-    memory = gl.allocate_shared_memory(K.dtype, [split.STAGES, 1, 1, split.B_C, D], of_keys)
+    B_C: gl.constexpr = split.B_C
+    B_R: gl.constexpr = split.B_R
+    of_p: gl.constexpr = gl.NVMMASharedLayout.get_default_for([B_C, B_R], K.dtype)
+    p = gl.allocate_shared_memory(K.dtype, [B_C, B_R], of_p)
+    q = allocate(K, K.dtype, panels.of_k, B_R, panels.columns)
+    memory = allocate(K, K.dtype, split.STAGES, B_C, panels.columns)
     keys = Channel(memory, barriers(split.STAGES, 1), barriers(split.STAGES, 1))
     early = keys  # a role takes no None, and Triton gives the memory of barriers that no role uses to others
     if batch.index is None:
         early = Channel(memory, barriers(split.STAGES, 1), keys.empty)
     fence_async_shared()
+    if V is None:
+        V = K
     gl.warp_specialize(
         [
-            (attend, (Q, O, L, partial, q, p, keys, batch, variant, c, H_k, W, split)),
-            (load, (K, V, keys, early, batch, variant, H_k, W, split)),
+            (attend, (Q, O, L, partial, q, p, keys, batch, variant, c, H_k, W, split, panels)),
+            (load, (K, V, keys, early, batch, variant, H_k, W, split, panels)),
         ],
-        [1], [72],
+        [1], [48 if panels.shared else 72],
     )  # fmt: skip

@@ -20,9 +20,6 @@ LEAST = 64
 FAST_MEMORY = 4e12
 """Below these bytes a second (H100: 3.4e12), keys are read faster with fewer loads in flight, as they are where two
 programs share a multiprocessor."""
-LARGEST = 256
-"""The largest head size with which the kernel has run on a GPU. Larger ones run only by name until
-tests/card/test_latents.py has passed."""
 SHARING = "sm_90", "cpu"
 """Chips on which tiles of K serve as V, too: elsewhere, what two products read in two ways is not copied ahead."""
 
@@ -57,11 +54,6 @@ def planned(p: Problem, tiles: Tiles, W: int, least: int = LEAST) -> Plan:
         HOPPER=p.target in HOPPER, PAIRS=paired(p), AHEAD=ahead,
     )  # fmt: skip
     return Plan(*fields, tiles)
-
-
-def untried(p: Problem) -> bool:
-    """Tell whether the kernel has not run on a GPU for a problem's head sizes."""
-    return p.target != "cpu" and max(p.D, p.D_v) > LARGEST
 
 
 def v_in_k(p: Problem) -> bool:
@@ -116,4 +108,4 @@ def describe(p: Problem, pl: Plan) -> list[str]:
     """Describe what runs a problem."""
     words = host_split.describe(p, pl, f"{pl.tiles.warps} warps", p.layout.look_ups(p, pl.tiles.B_c))
     of_v = ["V is read from K's tiles"] * v_in_k(p)
-    return words + of_v + [f"caches above head size {LARGEST} have not run on a GPU"] * untried(p)
+    return words + of_v
