@@ -386,7 +386,7 @@ def test_explain_tells_whether_v_is_read_from_k(of):
 
 
 def test_hopper_takes_latents_by_name():
-    """A GPU has not run its kernel as it is. It takes up to 32 rows: 16 in two programs a multiprocessor, or 32 in one."""
+    """A GPU has not run its kernel as it is. A multiprocessor has two programs of 16 rows, or one of 32."""
     k, ints = torch.empty(9, 64, 1, 576, device="meta").bfloat16(), torch.empty(4, 128, device="meta").int()
     layout = tw.Cached(ints[:, 0].contiguous(), ints)
 

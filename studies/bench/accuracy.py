@@ -54,8 +54,8 @@ class Inputs(NamedTuple):
             t = torch.randn(shape, generator=generator, device=device, dtype=case.type)
             return t.requires_grad_(learned)
 
-        q, k, v = normal(case.shape), normal(case.key_shape), normal(case.key_shape)
-        do = normal(case.shape, learned=False)
+        q, k, v = normal(case.shape), normal(case.key_shape), normal(case.value_shape)
+        do = normal(case.result_shape, learned=False)
         if case.varied.padded:  # nobody reads what a padded query gets
             do *= case.real(device)[..., None, None]
         return Inputs(q, k, v, do, normal((case.heads,)) if case.varied.sink else None)
@@ -154,17 +154,17 @@ def _attend(
     With `orders`, compute each result once per order, along a new first axis.
     """
     parts = [_part(case, t, head).detach().to(dtype) for t in (*x.leaves, x.do)]
-    (length, size), queries = parts[1].shape[1:], parts[0].shape[1]
+    length, queries = parts[1].shape[1], parts[0].shape[1]
     names = NAMES if x.sink is None else (*NAMES, SINK)
     if not orders:
         rows, tokens = (torch.arange(n, device=x.q.device) for n in (queries, length))
         return dict(zip(names, _differentiate(case, head, rows, tokens, parts, paper), strict=True))
     moves = {n: _orders(n, orders, x.q.device) for n in (queries, length)}
-    entries = _orders(size, orders, x.q.device)
+    entries = {t.shape[-1]: _orders(t.shape[-1], orders, x.q.device) for t in parts[:3]}
     batch = [_moved(t.expand(orders, *t.shape), moves, entries) for t in parts]
     found = _differentiate(case, head, moves[queries], moves[length], batch, paper)
-    back = {n: order.argsort() for n, order in moves.items()}
-    return {n: _moved(t, back, entries.argsort()) for n, t in zip(names, found, strict=True)}
+    back = [{n: order.argsort() for n, order in orders_of.items()} for orders_of in (moves, entries)]
+    return {n: _moved(t, *back) for n, t in zip(names, found, strict=True)}
 
 
 def _differentiate(
@@ -177,7 +177,7 @@ def _differentiate(
     q, k, v, *sink, do = parts
     queries = queries + (k.shape[-2] - q.shape[-2])
     shared = [t.requires_grad_() for t in (k, v, *sink)]
-    o, dq = torch.empty_like(q), torch.empty_like(q)
+    o, dq = torch.empty_like(do), torch.empty_like(q)
     total = torch.promote_types(q.dtype, torch.float32)
     sums = [torch.zeros_like(t, dtype=total) for t in shared]
     for rows in _blocks(q.shape[-2], k.shape[-2] * q.shape[:-2].numel()):
@@ -249,14 +249,16 @@ def _orders(count: int, orders: int, device: torch.device) -> Tensor:
     return torch.stack([torch.arange(count), *shuffled]).to(device)
 
 
-def _moved(t: Tensor, moves: dict[int, Tensor], entries: Tensor) -> Tensor:
-    """Permute tokens by the order for their number, and entries by theirs, in (orders, heads, length, head size).
+def _moved(t: Tensor, moves: dict[int, Tensor], entries: dict[int, Tensor]) -> Tensor:
+    """Permute tokens, and entries, by the order for their number, in (orders, heads, length, head size).
 
     A sink (orders, heads) has neither, but becomes a separate tensor.
     """
     if t.ndim == 2:
         return t.clone()
-    return t.take_along_dim(moves[t.shape[2]][:, None, :, None], 2).take_along_dim(entries[:, None, None, :], 3)
+    return t.take_along_dim(moves[t.shape[2]][:, None, :, None], 2).take_along_dim(
+        entries[t.shape[3]][:, None, None, :], 3
+    )
 
 
 def _blocks(length: int, scores: int) -> Iterator[slice]:

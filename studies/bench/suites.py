@@ -71,13 +71,23 @@ class Case:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of q and o: (batch, length, heads, head size), or (tokens, heads, head size) if packed."""
+        """Return the shape of q: (batch, length, heads, head size), or (tokens, heads, head size) if packed."""
         rows = (sum(self.lengths),) if self.varied.packed else (self.batch, self.varied.queries or self.length)
         return *rows, self.heads, self.head_size
 
     @property
+    def result_shape(self) -> tuple[int, ...]:
+        """Return the shape of o."""
+        return *self.shape[:-1], self.varied.values or self.head_size
+
+    @property
+    def value_shape(self) -> tuple[int, ...]:
+        """Return the shape of v."""
+        return *self.key_shape[:-1], self.varied.values or self.head_size
+
+    @property
     def key_shape(self) -> tuple[int, ...]:
-        """Return the shape of k and v."""
+        """Return the shape of k."""
         rows = (sum(self.lengths),) if self.varied.packed else (self.batch, self.length)
         return *rows, self.heads // self.varied.group, self.head_size
 
@@ -89,12 +99,12 @@ class Case:
         return mine / theirs
 
     def flops(self, pass_: str) -> float:
-        """Return 4 B H M N D for the forward, half of it if causal, and 2.5 times that for the backward.
+        """Return 2 B H M N (D + D_v) for the forward, half of it if causal, and 2.5 times that for the backward.
 
         A variant counts its share.
         """
-        queries = self.varied.queries or self.length
-        forward = 4.0 * self.batch * self.heads * queries * self.length * self.head_size
+        queries, D_v = self.varied.queries or self.length, self.varied.values or self.head_size
+        forward = 2.0 * self.batch * self.heads * queries * self.length * (self.head_size + D_v)
         return PRODUCTS[pass_] * forward * (0.5 if self.causal else 1.0) * (self.share if self.variant else 1.0)
 
 

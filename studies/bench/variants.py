@@ -36,6 +36,8 @@ class Variant:
     deterministic: bool = False
     queries: int = 0
     """Queries of each sequence, the last ones; 0: as many as keys."""
+    values: int = 0
+    """The head size of v; 0: that of q and k."""
     cuts: tuple[int, ...] = ()
     """The tokens of the batch as packed sequences, cut in these proportions; () is no packing."""
     padded: bool = False
@@ -83,6 +85,7 @@ SHAPES = {
     "padded": Variant(padded=True),
     "window 128": Variant(mask=Window(127, 0)),
     "GQA 8, sink, window 128": Variant(group=8, sink=True, mask=Window(127, 0)),
+    "values of 128": Variant(values=128),
 }
 """What cases ask for by themselves, and nobody compares with a call that does not."""
 PLAIN = Variant()

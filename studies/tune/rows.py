@@ -15,7 +15,7 @@ def title(key: Any) -> str:
         _, entry_bytes, size, *rest = key
         return " ".join((f"{8 * entry_bytes}-bit", f"D{size}", *rest))
     size, *rest = key if isinstance(key, tuple) else (key,)
-    return " ".join((f"D{size}", *rest))
+    return " ".join((f"D{size}", *(f"V{word}" if isinstance(word, int) else word for word in rest)))
 
 
 def neighbours(row: Row) -> list[Row]:

@@ -40,6 +40,8 @@ ROUNDS, QUICK_ROUNDS = 5, 3
 SHORT, PLAIN = 128, {64: (32, 64, 256), 128: (32, 64)}
 """Lengths at which Hopper's forward or the portable backward reads rows for short calls: one with a mask, and those
 without by head size."""
+IN_PIECES = (96, ""), (160, ""), (192, ""), (224, ""), (192, "values of 128")
+"""Head sizes whose rows lie in pieces on Hopper, with the variant of a case."""
 WORKERS = min(16, os.cpu_count() or 1)
 """Compilations side by side; each holds the results of one call."""
 Trial = tuple[Any, Candidate]
@@ -104,8 +106,8 @@ class Call:
 
 def cases(device: torch.device, quick: bool = False) -> list[Case]:
     """Return cases for each type and head size: full and causal masks on a short and a long length, and dropout for the
-    rows that only such calls read. 16-bit types up to head size 128 have some shorter ones, too. With `quick`, the
-    others are long full and short causal ones alone."""
+    rows that only such calls read. 16-bit types up to head size 128 have some shorter ones, too. Rows in pieces have
+    long ones alone, and with `quick` the others long full and short causal ones."""
     half = "bf16" if device.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     found = []
     for dtype, tokens, short, long in ((half, 16384, 1024, 8192), ("fp32", 4096, 1024, 4096)):
@@ -118,6 +120,8 @@ def cases(device: torch.device, quick: bool = False) -> list[Case]:
             if D <= 128 and dtype == half:
                 found.append(Case(tokens // SHORT, 2048 // D, SHORT, D, dtype, causal=True))
                 found += [Case(tokens // length, 2048 // D, length, D, dtype) for length in PLAIN[D]]
+    for D, variant in IN_PIECES:
+        found += [Case(2, 2048 // D, 8192, D, half, causal, variant=variant) for causal in (True, False)]
     return found
 
 
@@ -183,7 +187,7 @@ def _compile(slot: Slot, trials: Sequence[Trial], device: torch.device) -> None:
 
     Triton's C++ passes and ptxas release Python's lock.
     """
-    kinds = {(case.causal, case.dropout, case.head_size): case for case in slot.cases}.values()
+    kinds = {(case.causal, case.dropout, case.head_size, case.variant): case for case in slot.cases}.values()
     calls = [Call(slot.backend, case, Inputs.random(case, device), slot.precision) for case in kinds]
 
     def once(job: tuple[Call, Trial]) -> None:
@@ -279,7 +283,9 @@ def _recipe(backend: str, case: Case, precision: str | None) -> Recipe:
 
 def _problem(backend: str, case: Case, device: torch.device, precision: str | None = None) -> Problem:
     """Return a case's problem on a device, without memory for it."""
-    q = torch.empty(case.shape, dtype=case.type, device="meta")
-    p = describe_fake(Operands(q, q, q, ()), _recipe(backend, case, precision), (0, 0), target_of(device))
-    spec = p.q._replace(device=device)
-    return p._replace(q=spec, k=spec, v=spec, matmul=matmul_setting() if case.dtype == "fp32" else None)
+    shapes = case.shape, case.key_shape, case.value_shape
+    q, k, v = (torch.empty(shape, dtype=case.type, device="meta") for shape in shapes)
+    p = describe_fake(Operands(q, k, v, ()), _recipe(backend, case, precision), (0, 0), target_of(device))
+    specs = [spec._replace(device=device) for spec in (p.q, p.k, p.v)]
+    matmul = matmul_setting() if case.dtype == "fp32" else None
+    return p._replace(q=specs[0], k=specs[1], v=specs[2], matmul=matmul)

@@ -68,6 +68,19 @@ def test_a_right_result_is_timed():
         assert 0.0 < row.error < 1e-4
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_values_may_have_another_head_size(dtype):
+    case = Case(batch=2, heads=2, length=60, head_size=192, dtype=dtype, causal=True, variant="values of 128")
+    x = Inputs.random(case, CPU)
+    peer = PEERS["tilewise"]
+    results = run_once(peer, peer.prepare(case, CPU), x)
+    assert [t.shape[-1] for t in results.values()] == [128, 192, 192, 128]
+    truth = Truth(case, x)
+    assert not truth.judge(results).wrong
+    assert truth.judge({**results, "dv": 1.1 * results["dv"]}).wrong == ("dv",)
+    assert case.flops(FORWARD) == 2 * 2 * 2 * 60 * 60 * (192 + 128) / 2
+
+
 def test_a_suite_warms_each_contender_up_before_each_sample():
     called = []
 
