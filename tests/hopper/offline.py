@@ -49,6 +49,7 @@ CALLS = {
     160: ("causal", "dropout"),
     192: ("causal", "bounded", "latents", "latents, varlen", "latents, dropout"),
     224: ("causal", "wide varlen"),
+    512: ("causal", "scored", "varlen", "full"),
     576: ("MLA, 16 rows", "MLA, 32 rows"),
 }  # fmt: skip
 """What is compiled of each head size: every row of the tables, and every kind of kernel once."""
@@ -148,7 +149,7 @@ def launches(D: int, options: dict[str, Any]) -> list[Any]:
         pl = decode_launch.plan(p)
         return decode_launch.launches(p, pl, x, saved, meta(pl.partial, dtype=torch.float32))
     pl = plan.plan(p)
-    if p.layout.page(p) is not None:
+    if p.layout.page(p) is not None or pl.backward is None:
         return launch.forward_launches(p, pl, x, saved, counter)
     scratch, do = launch.empty_scratch(p, pl.backward_tile, pl.ready, q.device), torch.empty_like(of_o, dtype=q.dtype)
     narrow = saved._replace(o=do)  # a backward reads o in q's type

@@ -30,7 +30,7 @@ SIDE_BY_SIDE = 1024
 EVERY = {64, 128, 256}
 SCRIPTS = {
     "hopper/offline.py": {
-        "attention_forward": EVERY | {96, 160, 192, 224}, "attention_backward": EVERY | {96, 160, 192, 224},
+        "attention_forward": EVERY | {96, 160, 192, 224, 512}, "attention_backward": EVERY | {96, 160, 192, 224},
         "attention_backward_gather": EVERY,
         "attention_decode": {64, 128, 576}, "attention_forward_fp32": {64, 128},
     },

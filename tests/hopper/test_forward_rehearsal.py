@@ -29,8 +29,8 @@ def faults(found: Rehearsal, H_k, sequences, reader=None) -> Iterator[str]:
     read, B_C = reader or Reader(sequences, found.tile), found.tile.B_C
     for what, role, *event in found.events:
         getattr(read, what)(role, *event)
-    columns = pieces_of(found.tile.D_V)
-    whole_rows = set(range(0, found.tile.D_V, width_of_box(found.tile.D_V))), {0, *accumulate(columns[:-1])}
+    columns = pieces_of(found.tile.D_V) * found.tile.V_PARTS
+    whole_rows = set(range(0, sum(columns), width_of_box(found.tile.D_V))), {0, *accumulate(columns[:-1])}
     """From which columns on boxes and pieces begin."""
     yield from read.wrong
     if any(read.waiting.values()):
@@ -46,7 +46,7 @@ def faults(found: Rehearsal, H_k, sequences, reader=None) -> Iterator[str]:
                     yield f"rows {q0 + i} of head {h} are stored from columns {read.stores[h, q0 + i]} on"
                 for j in range(0, N, B_C):
                     where, part = (h, q0 + i, k0 + j), seen[h, i : i + 64, j : j + B_C]
-                    if read.products[where] != 1 and (read.products[where] or part.any()):
+                    if read.products[where] != found.tile.V_PARTS and (read.products[where] or part.any()):
                         yield f"{where} is multiplied {read.products[where]} times"
                     whole = part.all() and part.shape[1] == B_C
                     if read.products[where] and not whole and where not in read.masked:
@@ -62,15 +62,19 @@ class Reader:
         self.masked, self.pairs, self.wrong = set(), set(), []
         self.begun, self.stores = defaultdict(list), defaultdict(set)
         """Columns of K and of V from which on each role has multiplied pieces of a tile."""
+        self.part = {}
+        """Which part of V's columns each role multiplies."""
 
-    def columns(self, content, pieces):
-        """What TMA loaded into a piece of a tile, and the piece's number among `pieces`."""
+    def columns(self, content, pieces, part_of=None):
+        """What TMA loaded into a piece of a tile, and the piece's number among `pieces`. A role knows its part of V."""
         parts = content[1:] if content[0] == "parts" else [((0, 0), content)]
         (_, (*tile, first)), *others = parts
         width = pieces[0] if len(pieces) == 1 else min(64, *pieces)
         if [[*tile, first + n * width] for n in range(1, len(parts))] != [[*other] for _, other in others]:
             self.wrong.append(f"a piece holds {parts}")
         starts = [sum(pieces[:n]) for n in range(len(pieces))]
+        if part_of is not None:
+            self.part[part_of], first = divmod(first, sum(pieces))
         if first not in starts or len(parts) * width != pieces[starts.index(first)]:
             self.wrong.append(f"no piece of {pieces} has {len(parts)} boxes from column {first} on")
             return tile, 0
@@ -106,7 +110,7 @@ class Reader:
             halves = (0, 1) if self.tile.PROMOTE == "halves" else (0,)
             last = self.last(role, "V", len(self.begun[role, "V"]), halves)
         else:
-            (_, _, h_k, j), piece = self.columns(right, pieces_of(self.tile.D_V))
+            (_, _, h_k, j), piece = self.columns(right, pieces_of(self.tile.D_V), role)
             last = self.last(role, "V", piece, pieces_of(self.tile.D_V))
         if self.waiting[role][:1] != [(h_k, j)] or (last and not self.waiting[role].pop(0)):
             self.wrong.append(f"V of key head {h_k} from key {j} on is another P's")
@@ -116,8 +120,10 @@ class Reader:
         q0, k0, _ = self.sequences[b]
         self.masked.add((h, q0 + i, k0 + j))
 
-    def stored(self, _, name, b, h, row, column):
+    def stored(self, role, name, b, h, row, column):
         """Rows of O."""
+        if column // self.tile.D_V != self.part.get(role, 0):
+            self.wrong.append(f"O is stored from column {column} on, of part {self.part[role]} of V")
         self.rows[h, row] += column == 0
         self.stores[h, row].add(column)
 
@@ -142,7 +148,16 @@ def test_head_sizes_in_pieces(sizes, mask, given):
     assert (tile.D, tile.D_V) == PIECES[sizes]
 
 
-@pytest.mark.parametrize("sizes", [(192, 128), (96, 96), (224, 224)], ids=str)
+@pytest.mark.parametrize(("D", "D_v", "parts"), [(512, 512, 2), (264, 320, 2), (320, 128, 1)])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("given", [{}, {"score": tw.SoftCap(50.0)}, {"out_dtype": torch.float32}], ids=str)
+def test_parts_of_the_columns_of_values(D, D_v, parts, mask, given):
+    tile, wrong = rehearsed(512, 512, D, 2, MASKS[mask], D_v=D_v, backend="hopper", **given)
+    assert not wrong
+    assert (tile.D, tile.D_V, tile.V_PARTS) == (512, 256, parts)
+
+
+@pytest.mark.parametrize("sizes", [(192, 128), (96, 96), (224, 224), (512, 512)], ids=str)
 @pytest.mark.parametrize("mask", ["full", "causal", "window"])
 def test_packed_sequences_in_pieces(mask, sizes):
     layout, sequences = packed(MASKS[mask])

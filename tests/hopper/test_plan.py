@@ -283,6 +283,26 @@ def test_a_margin_leaves_multiprocessors_free():
         assert done.stdout.strip() == expected
 
 
+@pytest.mark.parametrize(("D", "D_v", "parts"), [(512, 512, 2), (264, 128, 1), (64, 272, 2)])
+def test_head_sizes_above_256_by_name(D, D_v, parts):
+    """Each part of V's columns is a tile of its own; the backward is the portable kernels'."""
+    q, v = (torch.empty(2, 512, 8, size, dtype=torch.bfloat16, device="meta") for size in (D, D_v))
+
+    def told(backend, **given):
+        return tw.explain(q, q, v, device="sm_90", backend=backend, **given)
+
+    assert told(None).backend == "triton"
+    tiles = told("hopper").tiles
+    assert f"V in {parts} x 256 columns, which no GPU has run; backward on the portable kernels" in tiles
+    assert "dkdv" in tiles
+    assert told("hopper", dropout=0.1).backend is None
+    p = problem(512, 512, D, D_v=D_v, backend="hopper")
+    pl = plan(p)
+    assert pl.backward is None
+    assert pl.programs == min(132, 2 * 4 * 4 * parts)
+    assert [box.block_shape[2:] for box in pl.boxes] == [[64, 64], [32, 64], [32, 256], [64, 256]]
+
+
 def test_rows_lie_in_pieces():
     """Those of codes, and of sizes without a row in the tables, are padded."""
     q, v = (torch.empty(2, 512, 8, D, dtype=torch.bfloat16, device="meta") for D in (192, 128))

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ..call.backend import FORWARD, Pass, Plan, holding, import_kernels
+from ..call.backend import BACKWARD, FORWARD, Pass, Plan, holding, import_kernels, planned
 from ..call.problem import Problem, TensorSpec
 from . import launch, plan
 from .split_keys.choice import few_keys, splits
@@ -36,7 +36,7 @@ class Hopper:
             return [f"it is written for sm_90, the tensors are on {p.target}"]
         fp32, largest, sizes = p.dtype == torch.float32, max(p.D, p.D_v), f"got {p.D} and {p.D_v}"
         page, unordered = p.layout.page(p) or 0, recipe.deterministic and p.listed
-        wide = not fp32 and largest > 256 and not splits(p)
+        wide = not fp32 and largest > 256 and not (splits(p) or _wide(p))
         against = {
             f"pages must have a multiple of 8 rows, got {page}": page % 8,
             f"it multiplies fp32 in {' and '.join(KINDS)}, not in {recipe.precision}": fp32 and precision(p) is None,
@@ -72,7 +72,10 @@ class Hopper:
         return plain or bool(recipe.score)
 
     def plan(self, problem: Problem, which: Pass) -> Plan:
-        """Return how the kernels run a pass: of fp32 or with split keys, imported here, or of 16 bits."""
+        """Return how the kernels run a pass: of fp32 or with split keys, imported here, or of 16 bits. The portable
+        kernels run the backward above head size 256."""
+        if which is BACKWARD and _wide(problem):
+            return planned(problem._replace(recipe=problem.recipe._replace(backend="triton")), which)
         if which is FORWARD and splits(problem):
             return import_kernels("hopper.split_keys.launch").plan_of(problem)
         of: Any = import_kernels("hopper.fp32.launch") if problem.dtype == torch.float32 else launch
@@ -83,6 +86,12 @@ def _leaves_idle(p: Problem) -> bool:
     """Tell whether splitting keys is faster: for few queries, and where under a quarter of the multiprocessors have a
     tile, as it takes 4 times as long on all."""
     return p.M < plan.FULL or 4 * plan.plan(p).programs < plan.processors(p.q.device)
+
+
+def _wide(p: Problem) -> bool:
+    """Tell whether the forward takes head sizes above 256: by name, until tests/card/test_pieces.py has passed."""
+    plain = p.needs <= {"packed"} and not p.recipe.dropout
+    return plain and 256 < max(p.D, p.D_v) <= 512 and p.recipe.backend == "hopper"
 
 
 def _unaddressable(spec: TensorSpec) -> list[str]:

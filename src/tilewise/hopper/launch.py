@@ -244,6 +244,8 @@ def describe_forward(p: Problem, pl: Plan) -> list[str]:
     row, page, tile = pl.forward, p.layout.page(p), pl.constants["tile"]
     found = [f"forward {row.B_r}x{row.B_c}, {row.warpgroups} warpgroup{'s' * (row.warpgroups > 1)}"]
     found += in_pieces(tile)
+    wide = f"V in {tile.V_PARTS} x {tile.D_V} columns, which no GPU has run; backward on the portable kernels"
+    found += [wide] * (pl.backward is None)
     if page is not None:
         found.append(f"{pl.programs} programs, keys not split")
     if page:
@@ -264,9 +266,7 @@ def describe_backward(p: Problem, pl: Plan) -> list[str]:
 def in_pieces(tile: Any) -> list[str]:
     """Tell of rows in several pieces."""
     pieces: Any = pieces_of(tile.D)
-    if len(pieces) == 1:
-        return []
-    return [f"rows of {tile.D} and {tile.D_V} columns in pieces"]
+    return [f"rows of {tile.D} and {tile.D_V} columns in pieces"] * (len(pieces) > 1)
 
 
 def repeat_backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor) -> Backward | None:

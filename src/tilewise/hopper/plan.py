@@ -32,9 +32,9 @@ SECTION = 16
 """Run at least this many score matrices concurrently where tiles differ in length."""
 FULL = 64
 """Queries that fill a warpgroup."""
-SHORT_SECTION = {64: 128, 128: 48, 256: 48}
+SHORT_SECTION = {64: 128, 128: 48, 256: 48, 512: 24}
 """Run this many short matrices concurrently, by head size: their keys stay in the L2 cache."""
-CACHED_KEYS = {64: 32 << 20, 128: 16 << 20, 256: 32 << 20}
+CACHED_KEYS = {64: 32 << 20, 128: 16 << 20, 256: 32 << 20, 512: 32 << 20}
 """Let longer ones share at most this many bytes of K and V, for the same reason."""
 POSTPROCESS_PROCESSORS = 3
 """Leave this many multiprocessors to the postprocess kernel under a narrow window; the backward's main kernel does
@@ -52,10 +52,11 @@ class Plan(Launched):
     """Hold everything about a launch that follows from the problem alone."""
 
     forward: Forward
-    backward: Backward
+    backward: Any
+    """Is a row of BACKWARD; it and the next three are None where there is no backward."""
     backward_tile: Any
     backward_shape: Any
-    ready: int
+    ready: Any
     """Counts the loops of which the main kernel zeroes dQ; 0 where preprocess does: for packed sequences, and with the
     dK/dV split, where ptxas would spill."""
     c: float
@@ -84,12 +85,7 @@ def planned(p: Problem, chosen: Rows) -> Plan:
         row = row._replace(warpgroups=2, registers=208 if warps == 4 else 224)
     c = scale_of(p) * LOG2E.value
     D, (o, strides_of_o, _) = padded(p), sizes(p)[0]
-    wide, of_values = map(width_of_box, columns(p, BACKWARD))
-    boxes = (
-        *operand_boxes(p, row.B_c), box(o, strides_of_o, 64, width_of_box(columns(p, FORWARD).of_v), p),
-        box(p.q.shape, p.q.stride, back.B_r, wide, p), box(p.k.shape, p.k.stride, back.B_c, wide, p),
-        box(p.v.shape, p.v.stride, back.B_c, of_values, p), *gradient_boxes(p, back),
-    )  # fmt: skip
+    boxes = *operand_boxes(p, row.B_c), box(o, strides_of_o, 64, width_of_box(columns(p, FORWARD).of_v), p)
     tiles, heads = p.layout.query_tiles(p, row.B_r)
     of_keys = CACHED_KEYS[D] // (p.N * 2 * D * 2) * (p.H // p.H_k)
     section = 1 if not p.recipe.mask else SHORT_SECTION[D] if max(p.M, p.N) <= SHORT else max(SECTION, of_keys)
@@ -102,12 +98,22 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     }  # fmt: skip
     if row.programs > 1:  # the producer is a warpgroup, too
         constants["maxnreg"] = 65536 // (row.programs * (row.warpgroups + 1) * 128) // 8 * 8
-    of_backward = backward_shape(p, back, c)
-    ready: Any = 0 if back.split_dkdv or not p.layout.uniform else of_backward.heads
+    back_tile, back_shape, ready, more = planned_backward(p, back, c) if back else (None, None, None, ())
     return Plan(
-        row, back, backward_tile(p, back), of_backward, ready, c, None if p.biased else c, boxes,
-        min(heads * tiles, row.programs * processors(p.q.device)), shape, constants,
+        row, back, back_tile, back_shape, ready, c, None if p.biased else c, (*boxes, *more),
+        min(heads * tiles * constants["tile"].V_PARTS, row.programs * processors(p.q.device)), shape, constants,
     )  # fmt: skip
+
+
+def planned_backward(p: Problem, row: Backward, c: float) -> Any:
+    """Return the backward's constants, its counts, `ready`, and its boxes."""
+    wide, of_values = map(width_of_box, columns(p, BACKWARD))
+    boxes = [
+        box(t.shape, t.stride, rows, width, p)
+        for t, rows, width in ((p.q, row.B_r, wide), (p.k, row.B_c, wide), (p.v, row.B_c, of_values))
+    ] + gradient_boxes(p, row)
+    shape = backward_shape(p, row, c)
+    return backward_tile(p, row), shape, 0 if row.split_dkdv or not p.layout.uniform else shape.heads, boxes
 
 
 def width_of_box(columns: int) -> int:
@@ -150,7 +156,7 @@ def forward_tile(p: Problem, row: Forward, warps: int) -> kernels.Tile:
     tile = kernels.Tile(
         row.warpgroups, row.B_c, *columns(p, FORWARD), row.q_stages, row.kv_stages,
         pingpong, masked_loop, half_first_tile, row.fetch_early, warps, row.wait_pv, bounded(p), row.registers,
-        PAGE=p.layout.page(p),
+        PAGE=p.layout.page(p), V_PARTS=cdiv(p.D_v, columns(p, FORWARD).of_v),
     )  # fmt: skip
     return with_codes(p, tile) if p.products.codes else tile
 

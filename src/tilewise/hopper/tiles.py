@@ -55,6 +55,7 @@ FORWARD: dict[Any, Forward] = {
     192: Forward(2, 64, 1, 3, pingpong=False, fetch_early=True, wait_pv=0, registers=240),
     224: Forward(2, 64, 1, 2, pingpong=False, fetch_early=True, wait_pv=0, registers=240),
     (192, 128): Forward(2, 128, 1, 2, pingpong=False, fetch_early=True, wait_pv=0, registers=240),
+    (512, 256): Forward(2, 32, 1, 2, pingpong=False, fetch_early=True, wait_pv=0, registers=240),
 }
 """By the columns of a row in shared memory, with those of V where they differ, or with what a call is like."""
 
@@ -156,8 +157,8 @@ BIAS = {64: Bias(64, 64, 4, 3), 128: Bias(128, 32, 8, 2), 256: Bias(128, 32, 8, 
 
 
 def padded(p: Problem) -> int:
-    """Return the columns of a row in shared memory, as a power of two: 64, 128 or 256."""
-    return next(size for size in (64, 128, 256) if max(p.D, p.D_v) <= size)
+    """Return the columns of a row in shared memory, as a power of two from 64 on."""
+    return next(size for size in (64, 128, 256, 512) if max(p.D, p.D_v) <= size)
 
 
 class Columns(NamedTuple):
@@ -174,7 +175,9 @@ class Columns(NamedTuple):
 
 def columns(p: Problem, rows: Mapping[Any, Any]) -> Columns:
     """Return a problem's columns: its head sizes rounded up to 32, if there is such a row; else to a power of two, as
-    those of codes and caches."""
+    those of codes and caches. Above 256, V's columns are divided: each part is computed by itself."""
+    if padded(p) > 256:
+        return Columns(512, 256)
     found = Columns(*[max(64, -(-size // 32) * 32) for size in (p.D, p.D_v)])
     plain = p.dtype != torch.float32 and p.needs <= {"packed"}
     if plain and found.key in rows:
@@ -189,7 +192,8 @@ class Rows(NamedTuple):
     """Hold a problem's row of each of TABLES."""
 
     forward: Forward
-    backward: Backward
+    backward: Backward | None = None
+    """There is none above head size 256."""
 
 
 def current(p: Problem) -> Rows:
@@ -217,7 +221,7 @@ def keys(p: Problem) -> dict[str, Any]:
     size, recipe = padded(p), p.recipe
     forward: Any = columns(p, FORWARD).key
     if forward != size:
-        return {"forward": forward, "backward": columns(p, BACKWARD).key}
+        return {name: columns(p, TABLES[name]).key for name in TABLES if size <= 256 or name == "forward"}
     longest = max(p.M, p.N)
     if size == 64:
         registers_short = bool(recipe.score or recipe.dropout or p.listed)

@@ -17,7 +17,7 @@ from ..parts.queue import receive_tile
 from ..parts.ragged import fill_outputs, store_inside, zero_queries_past
 from .eight_bits import in_units, key_scales, pack, positive, product_of, rescaled, row_scales, scale_of
 from .pages import located, zero_hidden
-from .queries import is_partial, key_tile, loop_of, part_of, skip_tiles
+from .queries import column_of, is_partial, key_tile, loop_of, part_of, skip_tiles, tiles_of
 from .softmax import any_below, begin, masked, online, scored
 from .sums import accumulator, finish_products, join, join_halves, no_sums, rescale, start_products, totals
 
@@ -33,13 +33,14 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
     if tile.PINGPONG and W == tile.WARPGROUPS - 1:
         named_barrier("arrive", 0)
     t = receive_tile(shared.tile_ids, n, 4)
-    while t < call.shape.tiles * call.shape.heads:
+    while t < tiles_of(call, tile):
         place, tile_of_head, q0, k0 = located(t, call, tile)
         loop = loop_of(place, tile_of_head, call.variant, tile)
         row0 = place.i0 + 64 * W
         at = n % tile.Q_STAGES * tile.WARPGROUPS + W
         q = tile_of(shared.q.memory, at * (16 // tile.QK_BITS))
         part = part_of(loop, place, row0, call.variant, tile)
+        column = column_of(t, tile)
         y = skip_tiles(W, shared, y, loop.hi - part.hi, tile)
         o, m, l, lse_shift, t, y = loop_over_keys(
             W, O.dtype, shared, q, codes, place, loop, part, row0, q0, k0, n, y, call, c, tile
@@ -48,7 +49,7 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
             o = scaled(o, call.variant.dropout.rescale)
         if tile.BOUNDED:
             m = gl.where(l == 0.0, float("-inf"), m)
-        write(o, m, l, O, O_rows, L, shared.o, at, place, q0, row0, call, lse_shift, c is None, tile)
+        write(o, m, l, O, O_rows, L, shared.o, at, place, q0, row0, column, call, lse_shift, c is None, tile)
         y = skip_tiles(W, shared, y, part.lo - loop.lo, tile)
         if tile.Q_STAGES == 1:
             tma.store_wait(0)
@@ -160,10 +161,11 @@ def operand(P, words, TYPE: gl.constexpr, call, tile: gl.constexpr):
 
 @gluon.jit
 def write(
-    o, m, l, O, O_rows, L, memory, at, place, q0, row0, call, lse_shift, NATURAL: gl.constexpr, tile: gl.constexpr
+    o, m, l, O, O_rows, L, memory, at, place, q0, row0, column, call, lse_shift, NATURAL: gl.constexpr,
+    tile: gl.constexpr,
 ):  # fmt: skip
-    """Write O and lse of 64 rows, once all keys have been seen. O leaves through its rows' stage of Q, but from
-    registers if O_rows is in fp32. m may be NATURAL. lse_shift is what logits of 8-bit codes miss."""
+    """Write O from `column` on and lse of 64 rows, once all keys have been seen. O leaves through its rows' stage of Q,
+    but from registers if O_rows is in fp32. m may be NATURAL. lse_shift is what logits of 8-bit codes miss."""
     if call.variant.sink is not None:
         m, l, alpha = join_sink(m, l, gl.load(call.variant.sink + place.h).to(gl.float32), NATURAL)
         o = times(o, alpha)
@@ -176,7 +178,6 @@ def write(
     )
     o = times(o, inverse)
     D_V: gl.constexpr = pieces_of(tile.D_V)
-    column = 0
     for p in gl.static_range(len(D_V)):
         if O_rows is None:
             store_piece(O, o[p].to(O.dtype), place.b, place.h, row0, column, memory[p], at, D_V[p])

@@ -53,16 +53,16 @@ def values(V, STAGES: gl.constexpr, tile: gl.constexpr):
 
 
 @gluon.jit
-def load_values(V, channel, y, b, h_k, row, code_row, tile: gl.constexpr):
-    """Load the values of keys from `row` on into use y's stage; as codes, from `code_row` on, which lie in tiles of
-    BLOCK_K keys."""
+def load_values(V, channel, y, b, h_k, row, code_row, column, tile: gl.constexpr):
+    """Load the values of keys from `row` on into use y's stage, from `column` on; as codes, from `code_row` on, which
+    lie in tiles of BLOCK_K keys."""
     if tile.PV_BITS == 8:
         bar = expect(channel.full, y, V.block_type.nbytes)
         at = [b, h_k, code_row // BLOCK_K * tile.D_V, code_row % BLOCK_K]
         triton_compat.load(V, at, bar, stage(channel.memory[0], y))
     else:
         bar = expect(channel.full, y, bytes_of(V.block_type, tile.D_V))
-        load_pieces(V, b, h_k, row, bar, channel.memory, y % tile.KV_STAGES)
+        load_pieces(V, b, h_k, row, bar, channel.memory, y % tile.KV_STAGES, column)
 
 
 @gluon.jit

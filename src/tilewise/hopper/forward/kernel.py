@@ -68,6 +68,8 @@ class Tile(NamedTuple):
     """Says whether row sums are products of P with ones, and half of P's bits are computed without exponentials."""
     PAGE: int | None = None
     """Counts the rows of a page of a cache, 0 if it is contiguous; None where keys are in no cache."""
+    V_PARTS: int = 1
+    """Counts the parts of V's columns: a program computes one of D_V columns, so a tile of queries comes so often."""
     LOCATE_EARLY: bool = False
     """Says whether the first tile is located while earlier kernels run: no tensor tells where it is."""
 

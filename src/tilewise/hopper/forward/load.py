@@ -9,7 +9,7 @@ from ..parts.pieces import bytes_of, load_pieces
 from ..parts.queue import fetch_next_tile, receive_tile, reset_counter, send_tile
 from .eight_bits import first_rows, load_values
 from .pages import load_rows, located
-from .queries import key_tile, loop_of, part_of, query_tile
+from .queries import column_of, key_tile, loop_of, part_of, query_tile, tiles_of
 
 
 @gluon.jit
@@ -24,11 +24,12 @@ def load(Q, K, V, shared, counter, call, codes, tile: gl.constexpr):
     t = gl.program_id(0)
     n = 0  # tiles of queries so far
     y = 0  # tiles of keys so far
-    while t < call.shape.tiles * call.shape.heads:
+    while t < tiles_of(call, tile):
         place, m, q0, k0 = located(t, call, tile)
         if place.i0 < place.M:  # packed sequences may be shorter
             send_tile(shared.tile_ids, t, n)
             b = place.b if call.packed is None else 0
+            column = column_of(t, tile)
             loop = loop_of(place, m, call.variant, tile)
             h_k = place.h // call.shape.group
             q_row, k_row = first_rows(place, q0, k0, call.packed, tile)
@@ -53,7 +54,8 @@ def load(Q, K, V, shared, counter, call, codes, tile: gl.constexpr):
                         load_rows(K, shared.k, y, call, place, h_k, k_row + j * B_C, tile)
                 if x > 0:
                     if tile.PAGE is None:
-                        load_values(V, shared.v, y - 1, b, h_k, k0 + j_before * B_C, k_row + j_before * B_C, tile)
+                        row, code_row = k0 + j_before * B_C, k_row + j_before * B_C
+                        load_values(V, shared.v, y - 1, b, h_k, row, code_row, column, tile)
                     else:
                         load_rows(V, shared.v, y - 1, call, place, h_k, k0 + j_before * B_C, tile)
                 if FETCH_EARLY:
@@ -83,7 +85,7 @@ def produce_bits(shared, call, tile: gl.constexpr):
     n = 0  # tiles of queries so far
     y = 0  # tiles of keys so far
     t = receive_tile(shared.tile_ids, n, DROPOUT_WARPS)
-    while t < call.shape.tiles * call.shape.heads:
+    while t < tiles_of(call, tile):
         place, tile_of_head, _, _ = query_tile(t, call, tile)
         loop = loop_of(place, tile_of_head, call.variant, tile)
         first = part_of(loop, place, place.i0, call.variant, tile)

@@ -28,9 +28,22 @@ class Loop(NamedTuple):
 
 
 @gluon.jit
+def tiles_of(call, tile: gl.constexpr):
+    """Count all tiles: of queries, times the parts of V's columns."""
+    return call.shape.tiles * call.shape.heads * tile.V_PARTS
+
+
+@gluon.jit
+def column_of(t, tile: gl.constexpr):
+    """Return V's first column in tile t of all. The parts of a tile of queries come one after the other."""
+    return t % tile.V_PARTS * tile.D_V
+
+
+@gluon.jit
 def query_tile(t, call, tile: gl.constexpr):
     """Locate tile t of all: return its place, its number in the head, and the first rows of its queries and keys."""
     WARPGROUPS: gl.constexpr = tile.WARPGROUPS
+    t = t // tile.V_PARTS
     matrix, m = t, call.shape.tiles - 1
     if call.shape.tiles > 1:  # short calls are spared the divisions
         matrix, m = call.order(t, call.shape.tiles, call.shape.heads, call.shape.section)

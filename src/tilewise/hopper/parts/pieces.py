@@ -10,13 +10,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from . import triton_compat
-from .channel import stage_in_loop
 
 
 @gluon.constexpr_function
 def pieces_of(columns):
     """Return the columns of the pieces of so many."""
-    return tuple([piece for piece in (256, 128, 64, 32) if columns & piece])
+    return (256,) * (columns // 256) + tuple([piece for piece in (128, 64, 32) if columns & piece])
 
 
 @gluon.constexpr_function
@@ -57,9 +56,8 @@ def load_piece(X, b, h, row, column, bar, piece, n):
 
 
 @gluon.jit
-def load_pieces(X, b, h, row, bar, memory, n):
-    """Load a tile of rows, from `row` on, into stage n."""
-    column = 0
+def load_pieces(X, b, h, row, bar, memory, n, column=0):
+    """Load a tile of rows, from `row` and `column` on, into stage n."""
     for p in gl.static_range(len(memory)):
         load_piece(X, b, h, row, column, bar, memory[p], n)
         column += memory[p].shape[4]
@@ -96,11 +94,8 @@ def tile_at(memory, n):
 
 @gluon.jit
 def tile_in_loop(memory, n, y):
-    """Return the pieces of use n, which lasts for a whole loop over other uses y (see `stage_in_loop`)."""
-    pieces = ()
-    for p in gl.static_range(len(memory)):
-        pieces += (stage_in_loop(memory[p], n, y).reshape([memory[p].shape[3], memory[p].shape[4]]),)
-    return pieces
+    """Return the pieces of use n, which lasts for a whole loop over other uses y (see `channel.stage_in_loop`)."""
+    return tile_of(memory, n % memory[0].shape[0] + (y >> 31))
 
 
 @gluon.jit

@@ -1,6 +1,6 @@
 """Choose the calls whose keys Hopper's kernels split, without importing these."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ...call.problem import Problem
 from ...host.launch import multiprocessors
@@ -31,24 +31,20 @@ def splits(p: Problem) -> bool:
     """Tell whether these kernels can run a problem that `why_not` does not refuse."""
     small = max(p.D, p.D_v) <= 128 and p.splits_keys
     fits = 0 < p.B <= SEQUENCES and not p.layout.unbounded and p.out_dtype == p.dtype
-    return fits and (small or latents(p)) and 0 < p.M * (p.H // p.H_k) <= tiles_of(p)[-1].rows
+    return fits and (small or latents(p)) and p.M > 0 and tile_of(p) is not None
 
 
 def latents(p: Problem) -> bool:
     """Tell whether keys are latents in a cache, and values are their first columns (MLA). Only calls that name this
     back end come here until tests/card/test_latents.py has passed."""
-    tried = p.recipe.backend == "hopper"
-    return tried and p.within and 256 < p.D <= 576 and p.D_v <= 512 and p.dtype.itemsize == 2 and "cache" in p.needs
+    sizes = 256 < p.D <= 576 and p.D_v <= 512 and p.dtype.itemsize == 2
+    return sizes and p.within and "cache" in p.needs and p.recipe.backend == "hopper"
 
 
-def tiles_of(p: Problem) -> tuple[Tile, ...]:
-    """Return the tiles that a problem may have, by rows."""
-    return LATENTS if latents(p) else (FEW,)
-
-
-def tile_of(p: Problem) -> Tile:
-    """Return the smallest tile that holds all rows of a sequence and key head."""
-    return next(tile for tile in tiles_of(p) if p.M * (p.H // p.H_k) <= tile.rows)
+def tile_of(p: Problem) -> Any:
+    """Return the smallest tile that holds all rows of a sequence and key head, or None."""
+    tiles = LATENTS if latents(p) else (FEW,)
+    return next((tile for tile in tiles if p.M * (p.H // p.H_k) <= tile.rows), None)
 
 
 def few_keys(p: Problem) -> bool:
