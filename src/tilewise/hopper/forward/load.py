@@ -9,7 +9,7 @@ from ..parts.pieces import bytes_of, load_pieces
 from ..parts.queue import fetch_next_tile, receive_tile, reset_counter, send_tile
 from .eight_bits import first_rows, load_values
 from .pages import load_rows, located
-from .queries import column_of, key_tile, loop_of, part_of, query_tile, tiles_of
+from .queries import column_of, key_tile, loop_of, part_of, tiles_of
 
 
 @gluon.jit
@@ -86,7 +86,7 @@ def produce_bits(shared, call, tile: gl.constexpr):
     y = 0  # tiles of keys so far
     t = receive_tile(shared.tile_ids, n, DROPOUT_WARPS)
     while t < tiles_of(call, tile):
-        place, tile_of_head, _, _ = query_tile(t, call, tile)
+        place, tile_of_head, _, _ = located(t, call, tile)
         loop = loop_of(place, tile_of_head, call.variant, tile)
         first = part_of(loop, place, place.i0, call.variant, tile)
         second = part_of(loop, place, place.i0 + 64, call.variant, tile)

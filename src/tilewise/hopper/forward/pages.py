@@ -21,7 +21,7 @@ from .queries import query_tile
 def located(t, call, tile: gl.constexpr):
     """Locate tile t of all, as `query_tile` does."""
     if tile.PAGE is None:
-        return query_tile(t, call, tile)
+        return query_tile(t // tile.V_PARTS, call, tile)
     else:
         return query_tile_in_cache(t, call, tile)
 

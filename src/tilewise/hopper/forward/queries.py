@@ -41,9 +41,8 @@ def column_of(t, tile: gl.constexpr):
 
 @gluon.jit
 def query_tile(t, call, tile: gl.constexpr):
-    """Locate tile t of all: return its place, its number in the head, and the first rows of its queries and keys."""
+    """Locate tile t of queries: return its place, its number in the head, and the first rows of queries and keys."""
     WARPGROUPS: gl.constexpr = tile.WARPGROUPS
-    t = t // tile.V_PARTS
     matrix, m = t, call.shape.tiles - 1
     if call.shape.tiles > 1:  # short calls are spared the divisions
         matrix, m = call.order(t, call.shape.tiles, call.shape.heads, call.shape.section)
