@@ -108,10 +108,8 @@ def planned(p: Problem, chosen: Rows) -> Plan:
 def planned_backward(p: Problem, row: Backward, c: float) -> Any:
     """Return the backward's constants, its counts, `ready`, and its boxes."""
     wide, of_values = map(width_of_box, columns(p, BACKWARD))
-    boxes = [
-        box(t.shape, t.stride, rows, width, p)
-        for t, rows, width in ((p.q, row.B_r, wide), (p.k, row.B_c, wide), (p.v, row.B_c, of_values))
-    ] + gradient_boxes(p, row)
+    sides = (p.q, row.B_r, wide), (p.k, row.B_c, wide), (p.v, row.B_c, of_values)
+    boxes = [box(t.shape, t.stride, rows, width, p) for t, rows, width in sides] + gradient_boxes(p, row)
     shape = backward_shape(p, row, c)
     return backward_tile(p, row), shape, 0 if row.split_dkdv or not p.layout.uniform else shape.heads, boxes
 

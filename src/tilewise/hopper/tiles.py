@@ -192,8 +192,7 @@ class Rows(NamedTuple):
     """Hold a problem's row of each of TABLES."""
 
     forward: Forward
-    backward: Backward | None = None
-    """There is none above head size 256."""
+    backward: Backward | None = None  # none above head size 256
 
 
 def current(p: Problem) -> Rows:

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from . import triton_compat
+from .channel import stage_in_loop
 
 
 @gluon.constexpr_function
@@ -94,8 +95,11 @@ def tile_at(memory, n):
 
 @gluon.jit
 def tile_in_loop(memory, n, y):
-    """Return the pieces of use n, which lasts for a whole loop over other uses y (see `channel.stage_in_loop`)."""
-    return tile_of(memory, n % memory[0].shape[0] + (y >> 31))
+    """Return the pieces of use n, which lasts for a whole loop over other uses y (see `stage_in_loop`)."""
+    pieces = ()
+    for p in gl.static_range(len(memory)):
+        pieces += (stage_in_loop(memory[p], n, y).reshape([memory[p].shape[3], memory[p].shape[4]]),)
+    return pieces
 
 
 @gluon.jit
