@@ -225,12 +225,13 @@ def weigh(S, o, m, l, t, y, work, heads, i, p, keys, variant, c, split: gl.const
     alpha = gl.convert_layout(alpha, gl.SliceLayout(0, o[0].type.layout))[None, :]
     sums = ()
     for x in gl.static_range(PANELS):
-        if not panels.shared:  # else `logits` waited
-            wait(keys.full, y + x)
         v = tile_at(keys.memory, y + x)
         for n in gl.static_range(PIECES):
             if PIECES * x + n < len(o):
-                sums += (warpgroup_mma(v[n].permute((1, 0)), p, o[PIECES * x + n] * alpha, is_async=True),)
+                scaled = o[PIECES * x + n] * alpha
+                if not panels.shared:  # else `logits` waited
+                    wait(keys.full, y + x)
+                sums += (warpgroup_mma(v[n].permute((1, 0)), p, scaled, is_async=True),)
     return sums, m_new, l
 
 
