@@ -140,7 +140,8 @@ def one_role(Q, K, V, O, L, variant, c, shape, order: gl.constexpr, tile: gl.con
     o_last = warpgroup_mma(p, stage(values.memory, y).reshape([B_C, D]), o, is_async=True)
     o = warpgroup_mma_wait(0, [o_last])
     write(
-        (o,), m, l, O, None, L, (queries.memory,), 0, place, 0, place.i0, Call(shape, None, variant), None, False, tile
+        (o,), m, l, O, None, L, (queries.memory,), 0, place, 0, place.i0, 0, Call(shape, None, variant), None, False,
+        tile,
     )  # fmt: skip
     tma.store_wait(0)
 

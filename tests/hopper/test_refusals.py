@@ -49,8 +49,8 @@ def test_what_it_refuses_goes_to_the_portable_kernels(given, words):
 
 
 @pytest.mark.parametrize(("given", "words"), [
-    ({"D": 264}, "head sizes up to 256, got 264 and 264; backend='triton' takes larger ones"),
-    ({"D": 512, "dtype": torch.float16}, "head sizes up to 256, got 512 and 512"),
+    ({"D": 264, "dropout": 0.1}, "head sizes up to 256, got 264 and 264; backend='triton' takes larger ones"),
+    ({"D": 512, "dtype": torch.float16, "dropout": 0.1}, "head sizes up to 256, got 512 and 512"),
     ({"D": 512, "dtype": torch.float32}, "head sizes up to 128, got 512 and 512"),
 ])  # fmt: skip
 def test_head_sizes_above_256_are_refused_also_by_name(given, words):
