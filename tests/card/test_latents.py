@@ -4,6 +4,7 @@ Where it has passed, `latents` in hopper/split_keys/choice.py needs no name.
 """
 
 import statistics
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -23,18 +24,28 @@ LONG = replace(caches.LATENT, name="long", queries=(1,) * 4, lengths=(1, 4000, 9
 
 
 run = partial(decode.run, backend="triton")
+ROWS = 32
+"""The most rows (heads times queries) that Hopper's kernel takes; others are left to the portable one."""
 BACKENDS = pytest.mark.parametrize("backend", ["triton", "hopper"])
+
+
+@contextmanager
+def left_out(backend, refused=True):
+    """Skip what Hopper refuses, if it may."""
+    try:
+        yield
+    except tw.Unsupported as error:
+        assert backend == "hopper"
+        assert refused
+        pytest.skip(str(error).splitlines()[-1])
 
 
 @BACKENDS
 @pytest.mark.parametrize("dtype", decode.TYPES, ids=str)
 @pytest.mark.parametrize("case", caches.LATENTS, ids=str)
 def test_as_the_reference_and_nothing_else_is_read(case, dtype, backend):
-    try:
+    with left_out(backend):
         decode.check(case, dtype, backend=backend)
-    except tw.Unsupported as error:
-        assert backend == "hopper"
-        pytest.skip(str(error).splitlines()[-1])
 
 
 @BACKENDS
@@ -43,13 +54,14 @@ def test_as_the_reference_and_nothing_else_is_read(case, dtype, backend):
 @pytest.mark.parametrize("H", [16, 24, 128])
 def test_long_sequences(H, M, page, backend):
     call = caches.make(replace(LONG, H=H, queries=(M,) * 4, page=page), "cuda")
-    found, again = run(call, backend=backend), run(call, backend=backend)
+    with left_out(backend, refused=M * H > ROWS):
+        found, again = run(call, backend=backend), run(call, backend=backend)
     assert max(caches.errors(found, caches.truth(call))) < 2e-3
     assert torch.equal(found[0], again[0])
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
-@pytest.mark.parametrize("H", [16, 32, 128])
+@pytest.mark.parametrize("H", [16, 32])
 def test_a_graph_captured_short_is_replayed_long(H):
     call = caches.make(replace(LONG, H=H), "cuda")
     for found, want in zip(*decode.captured_short(call, partial(run, backend="hopper")), strict=True):
@@ -99,13 +111,14 @@ def test_cost_of_latents(B, H, M, N, page):
     q = torch.randn(B, M, H, 576, device="cuda", dtype=torch.bfloat16)
     copied = k[..., :512].contiguous()
 
-    def attend(v):
-        return tw.attention(q, k, v, mask=tw.Causal(), layout=layout, backend="triton")
+    def attend(v, backend="triton"):
+        return tw.attention(q, k, v, mask=tw.Causal(), layout=layout, backend=backend)
 
     words, half = latent.view(torch.float32), latent[: B * N // 2]
     other = torch.empty_like(half)
     reading = min(milliseconds(words.sum), milliseconds(lambda: other.copy_(half)))
-    ours, apart = milliseconds(lambda: attend(k[..., :512])), milliseconds(lambda: attend(copied))
+    fastest = "hopper" if M * H <= ROWS else "triton"
+    ours, apart = milliseconds(lambda: attend(k[..., :512], fastest)), milliseconds(lambda: attend(copied))
     print(f"B {B}, {H} heads, M {M}, {N} keys, {f'pages of {page}' if page else 'contiguous'}: {1e3 * ours:.0f} us; "
           f"reading {reading / ours:.2f} of it; V copied {apart / ours:.2f} times as long")  # fmt: skip
     assert H > 16 or reading >= 0.90 * ours

@@ -168,8 +168,9 @@ def main(only: str | None = None) -> Iterator[dict[str, Any]]:
     """Every kernel that multiplies, per head size and call; of "biased" that of the gradient alone."""
     use_target("sm_90")
     digests = known("hopper/offline.py")
-    for D, names in CALLS.items():
-        for name in names if not only else [only] if D <= 256 else []:
+    chosen = CALLS if only is None else {D: (only,) for D in CALLS if D <= 256}
+    for D, names in chosen.items():
+        for name in names:
             for one in launches(D, calls()[name]):
                 kernel = one.kernel.fn.__name__
                 if kernel in (BIASED if name == "biased" else MULTIPLY):
