@@ -1,7 +1,4 @@
-"""Latents in a cache on a GPU: head sizes above 256, and V as the first columns of K, which are read once.
-
-Where it has passed, `latents` in hopper/split_keys/choice.py needs no name.
-"""
+"""Latents in a cache on a GPU: head sizes above 256, and V as the first columns of K, which are read once."""
 
 import statistics
 from contextlib import contextmanager
@@ -68,19 +65,20 @@ def test_a_graph_captured_short_is_replayed_long(H):
         assert torch.equal(found, want)
 
 
+@pytest.mark.parametrize("backend", [None, "triton"])
 @pytest.mark.parametrize("page", [64, None])
-def test_values_apart_are_read_after_values_inside(page):
+def test_values_apart_are_read_after_values_inside(page, backend):
     """One call is kept for both, as nothing but an address differs."""
     call = caches.make(replace(LONG, page=page), "cuda")
     inside, apart = call.v, (torch.randn_like(call.k) + 0 * call.k)[..., :512]
     assert apart.stride() == inside.stride()
     for values in (inside, apart, inside, apart, apart, inside):
         call.v = values
-        words = tw.explain(call.q, call.k, call.v, layout=call.layout, backend="triton", **call.options).tiles
+        words = tw.explain(call.q, call.k, call.v, layout=call.layout, backend=backend, **call.options).tiles
         assert ("V is read from K's tiles" in words) == (
             values is inside and torch.cuda.get_device_capability() == (9, 0)
         )
-        assert max(caches.errors(run(call), caches.truth(call))) < 2e-3
+        assert max(caches.errors(run(call, backend=backend), caches.truth(call))) < 2e-3
 
 
 def milliseconds(call, times=20):

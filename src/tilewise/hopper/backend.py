@@ -89,9 +89,8 @@ def _leaves_idle(p: Problem) -> bool:
 
 
 def _wide(p: Problem) -> bool:
-    """Tell whether the forward takes head sizes above 256: by name, until tests/card/test_pieces.py has passed."""
-    plain = p.needs <= {"packed"} and not p.recipe.dropout
-    return plain and 256 < max(p.D, p.D_v) <= 512 and p.recipe.backend == "hopper"
+    """Tell whether only the forward takes a problem's head sizes."""
+    return p.needs <= {"packed"} and not p.recipe.dropout and 256 < max(p.D, p.D_v) <= 512
 
 
 def _unaddressable(spec: TensorSpec) -> list[str]:

@@ -244,7 +244,7 @@ def describe_forward(p: Problem, pl: Plan) -> list[str]:
     row, page, tile = pl.forward, p.layout.page(p), pl.constants["tile"]
     found = [f"forward {row.B_r}x{row.B_c}, {row.warpgroups} warpgroup{'s' * (row.warpgroups > 1)}"]
     found += in_pieces(tile)
-    wide = f"V in {tile.V_PARTS} x {tile.D_V} columns, which no GPU has run; backward on the portable kernels"
+    wide = f"V in {tile.V_PARTS} x {tile.D_V} columns; backward on the portable kernels"
     found += [wide] * (pl.backward is None)
     if page is not None:
         found.append(f"{pl.programs} programs, keys not split")

@@ -8,23 +8,24 @@ from ..plan import width
 
 
 class Tile(NamedTuple):
-    """Hold a tile's rows of queries, a program's stages of keys, a multiprocessor's programs, and a thread's registers
-    before the roles divide them."""
+    """Hold a tile's rows of queries, a program's stages of keys, a multiprocessor's programs, a thread's registers
+    before the roles divide them, and keys of a sequence, and of a program, from which on it is faster than the portable
+    kernel."""
 
     rows: int
     stages: int
     programs: int
     registers: int
+    long: int
+    loaded: int
 
 
-FEW = Tile(16, 12, 1, 112)
+FEW = Tile(16, 12, 1, 112, 1024, 2048)
 """With its registers, programs of `attention_combine` fit beside."""
-LATENTS = Tile(16, 3, 2, 128), Tile(32, 7, 1, 144)
+LATENTS = Tile(16, 3, 2, 128, 0, 0), Tile(32, 7, 1, 144, 2048, 0)
 """With 16 rows, one program computes while a tile of the other's arrives. Two of 32 would have too few registers."""
 SEQUENCES = 256
 """The most sequences, as registers hold the line."""
-LONG, LOADED = 1024, 2048
-"""Keys of a sequence, and of a program, from which on these kernels are faster than the portable ones."""
 
 
 def splits(p: Problem) -> bool:
@@ -35,10 +36,9 @@ def splits(p: Problem) -> bool:
 
 
 def latents(p: Problem) -> bool:
-    """Tell whether keys are latents in a cache, and values are their first columns (MLA). Only calls that name this
-    back end come here until tests/card/test_latents.py has passed."""
+    """Tell whether keys are latents in a cache, and values are their first columns (MLA)."""
     sizes = 256 < p.D <= 576 and p.D_v <= 512 and p.dtype.itemsize == 2
-    return sizes and p.within and "cache" in p.needs and p.recipe.backend == "hopper"
+    return sizes and p.within and "cache" in p.needs
 
 
 def tile_of(p: Problem) -> Any:
@@ -49,8 +49,8 @@ def tile_of(p: Problem) -> Any:
 
 def few_keys(p: Problem) -> bool:
     """Tell whether the portable kernels are faster: these take longer to begin and to end, so they want many keys."""
-    keys = min(p.N, width(p) + p.M)
-    return keys < LONG or p.B * keys < LOADED * programs_of(p)
+    keys, tile = min(p.N, width(p) + p.M), tile_of(p)
+    return keys < tile.long or p.B * keys < tile.loaded * programs_of(p)
 
 
 def programs_of(p: Problem) -> int:

@@ -64,5 +64,5 @@ def launches(p: Problem, pl: Plan, x: Operands, saved: Saved, partial: Tensor) -
 def describe(p: Problem, pl: Plan) -> tuple[str, ...]:
     """Describe what runs a problem."""
     looked = pl.split.B_C // pl.boxes[0].block_shape[2]
-    of_v = ["V is read from K's tiles", "its kernel has not run on a GPU as it is"] * pl.panels.shared
+    of_v = ["V is read from K's tiles"] * pl.panels.shared
     return (*host_split.describe(p, pl, "4 warps and one that loads", looked), *of_v, source_of_rows(p.q.device))
