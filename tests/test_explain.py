@@ -91,7 +91,7 @@ def test_kernels_that_broke_the_rule_on_a_gpu_are_chosen_only_by_name(device):
     assert select(problem_of(q, v, device, "triton")).name == "triton"
     q, v = q.to(torch.bfloat16), v.to(torch.bfloat16)
     half = tw.explain(q, q, v, device=device)
-    assert half.backend == "triton"
+    assert half.backend == ("hopper" if device == "sm_90" else "triton")
     assert "as much" not in str(half)
 
 

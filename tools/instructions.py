@@ -31,6 +31,8 @@ TRITON = {
     "attention_backward_gather": "gradient of a bias", "attention_list_tiles": "lists of tiles",
     "attention_backward_renormalize": "renormalization", "attention_forward_single": "triton single",
     "attention_backward_single": "triton single", "attention_backward_sink": "gradient of a sink",
+    "attention_backward_chunk": "triton backward in chunks",
+    "attention_backward_chunk_sums": "triton backward in chunks",
 }  # fmt: skip
 STATE = Path(__file__).parents[1] / "studies" / "bench" / "state.py"
 GROUPS = {"hopper": HOPPER, "triton": TRITON}

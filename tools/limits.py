@@ -203,7 +203,7 @@ def counts() -> list[Count]:
     ours = sum(len(file.read_text().splitlines()) for file in package if name_of(file) in OURS)
     forward = branches(PACKAGE / "hopper" / "forward" / "attend.py", "attend", "loop_over_keys")
     return [
-        Count("rooms: folders and files at the top", len(above), 28),
+        Count("rooms: folders and files at the top", len(above), 29, 28),
         Count("floors of rooms, by imports", max(floors(above).values()), 11),
         Count("arrows between rooms of one floor", len(circles(above)), 0, None, tuple(circles(above))),
         Count("files at the top", len(top), 14, None, tuple(top)),
@@ -216,7 +216,7 @@ def counts() -> list[Count]:
         Count("functions that keep by a Problem", len(kept()), 2),
         Count(f"generated files over {HEAVIEST // 1000} kB in git", len(generated()), 0, None, tuple(generated())),
         Count("lines of our masks and scores, device code, too", ours, 900),
-        Count("lines of src", lines, 34_000, 24_400),
+        Count("lines of src", lines, 34_400, 24_400),
     ]
 
 

@@ -35,11 +35,7 @@ class Kernel(NamedTuple):
 
 
 HOPPER, PORTABLE = "hopper/tiles.py", "triton/tiles.py"
-BACKWARD = (
-    "triton/backward.py:attention_backward_delta",
-    "triton/backward.py:attention_backward_dkdv",
-    "triton/backward.py:attention_backward_dq",
-)
+BACKWARD = tuple([f"triton/backward.py:attention_backward_{name}" for name in ("delta", "dkdv", "dq")])
 ORDERS = ("tile/schedule.py:assign", "tile/schedule.py:assign_each")
 """What a launch hands over as its order of tiles."""
 KERNELS = {
@@ -84,6 +80,10 @@ KERNELS = {
     ),
     "triton forward": Kernel(("triton/forward.py:attention_forward",), (f"{PORTABLE}:FORWARD",)),
     "triton backward": Kernel(BACKWARD, (f"{PORTABLE}:DKDV", f"{PORTABLE}:DQ")),
+    "triton backward in chunks": Kernel(
+        (BACKWARD[0], *(f"triton/chunked/kernel.py:attention_backward_{name}" for name in ("chunk", "chunk_sums"))),
+        ("triton/chunked/tiles.py:CHUNKS",),
+    ),
     "triton single": Kernel(
         (
             "triton/single/kernel.py:attention_forward_single",

@@ -200,6 +200,19 @@ def test_cost_of_head_sizes(size, monkeypatch):
 
 
 @on_gpu
+@pytest.mark.parametrize(("mask", "least"), [(tw.Full(), 240), (tw.Causal(), 230)], ids=["full", "causal"])
+def test_cost_of_a_backward_in_chunks(mask, least, monkeypatch):
+    """Printed: TFLOP/s of the backward of head size 512 at 8k tokens."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    x = [torch.randn(2, 8192, 8, 512, device="cuda", dtype=bf16).requires_grad_() for _ in range(3)]
+    o, do = tw.attention(*x, mask=mask), torch.randn(2, 8192, 8, 512, device="cuda", dtype=bf16)
+    (ms,) = milliseconds({"backward": lambda: torch.autograd.grad(o, x, do, retain_graph=True)}).values()
+    rate = (1.0 if mask == tw.Full() else 0.5) * 10 * 16 * 8192 * 8192 * 512 / ms / 1e9
+    print(f"512, {mask}: backward {rate:.0f} TFLOP/s")
+    assert rate >= least
+
+
+@on_gpu
 @pytest.mark.parametrize(("mask", "least"), [(tw.Full(), 430), (tw.Causal(), 400)], ids=["full", "causal"])
 def test_cost_of_head_size_512(mask, least, monkeypatch):
     """Printed: TFLOP/s of the forward at 8k tokens, beside the portable kernel. Above 256, V's parts repeat S."""

@@ -32,6 +32,7 @@ from tilewise.call.operands import Operands
 from tilewise.call.problem import Problem
 from tilewise.host.gather import empty_sums
 from tilewise.triton import launch
+from tilewise.triton.chunked import launch as chunked
 from tilewise.triton.plan import plan
 from tilewise.triton.single import launch as single
 from tilewise.triton.tiles import SPECIAL
@@ -67,8 +68,8 @@ def launches(target: str, q: Any, k: Any, v: Any, wanted: bool = False, **option
         sums, given = single.empty_sums(p, pl, grads), (saved._replace(o=do), do, dlse)
         backward = single.backward_launches(p, pl, x, *given, None, grads, sums)
         return [*single.forward_launches(p, pl, x, saved), *backward]
-    sums = empty_sums(p, x, grads, pl.bias)
-    backward = launch.backward_launches(p, pl, x, saved._replace(o=do), do, dlse, scratch, grads, sums)
+    sums, made = empty_sums(p, x, grads, pl.bias), chunked.workspace(p, x)
+    backward = launch.backward_launches(p, pl, x, saved._replace(o=do), do, dlse, scratch, grads, sums, made)
     return [*launch.forward_launches(p, pl, x, saved), *backward]
 
 
@@ -90,6 +91,10 @@ class Call(NamedTuple):
 
 MAIN_KERNELS = ("attention_forward", "attention_backward_dkdv", "attention_backward_dq")
 """The kernels that compute the forward pass and the gradients of Q, K and V."""
+
+
+WIDE_KERNELS = ("attention_forward", "attention_backward_chunk", "attention_backward_chunk_sums")
+"""The same above head size 256."""
 
 
 PARTS = ("wide", "spans", "placed", "placed dropout")
@@ -127,10 +132,10 @@ def calls(target: str) -> Iterator[Call]:
         yield Call("plain", torch.float32, 128, MAIN_KERNELS)
         yield Call("listed", half, 64, (*MAIN_KERNELS, "attention_backward_gather"))
     for dtype in (half, torch.float32) if target not in ("sm_70", "sm_75", "sm_86") else ():
-        yield Call("plain", dtype, 512, (*MAIN_KERNELS, "attention_backward_delta"))
+        yield Call("plain", dtype, 512, (*WIDE_KERNELS, "attention_backward_delta"))
         yield Call("biased", dtype, 512, of_bias)
         if target in MAIN or target == "gfx942" or dtype == half:
-            yield Call("combined", dtype, 512, MAIN_KERNELS)
+            yield Call("combined", dtype, 512, WIDE_KERNELS)
     if target in ("sm_80", "sm_90"):
         yield Call("ieee", torch.float32, 64, MAIN_KERNELS)
         yield Call("ieee", torch.float32, 128, MAIN_KERNELS)

@@ -71,6 +71,12 @@ def of_portable(options: dict[str, Any]) -> list[Any]:
     return launches("sm_90", q, k, k, **options, wanted=True)
 
 
+def of_chunks() -> list[Any]:
+    """The launches above head size 256, where a head has several chunks."""
+    q, k = (meta(B, 1 << 16, heads, 320, dtype=torch.bfloat16) for heads in (H, H_k))
+    return [one for one in launches("sm_90", q, k, k, mask=tw.Causal()) if "chunk" in one.kernel.fn.__name__]
+
+
 def of_single() -> list[Any]:
     """The launches of heads whose score matrix is one tile."""
     q, k = (meta(B, 49, heads, 32, dtype=torch.bfloat16) for heads in (H, H))
@@ -159,7 +165,7 @@ def main() -> Iterator[dict[str, Any]]:
     use_target("sm_90")
     made = [("experiment", one) for one in of_experiment()]
     made += [("portable", one) for given in calls().values() for one in of_portable(given)]
-    made += [("portable", one) for one in of_single()]
+    made += [("portable", one) for one in (*of_single(), *of_chunks())]
     made += [("merge", one) for one in of_merge()]
     made += [("hopper", one) for one in of_hopper(calls())]
     made += [

@@ -33,6 +33,7 @@ ALLOWED = {
             "partial_at(variant.lists, lists, x, lo, full_lo, full_hi) * B_C",
         ),
         "triton/forward.py": ("t * B_R", "j * B_C"),
+        "triton/chunked/kernel.py": ("r * B_R", "t * B_C", "lo * B_R", "x % each * SLICE"),
     },
     "rows in all, rounded up; cu_seqlens count them in 32 bits": {
         "tile/rows.py": ("(M + 15) // 16 * 16",),
@@ -48,6 +49,9 @@ ALLOWED = {
         "hopper/backward/keys.py": ("w * tile.GROUP",),
         "tile/schedule.py": ("program // per_section * section",),
         "triton/backward.py": ("h_k * G", "H_k * G"),
+        "triton/chunked/kernel.py": (
+            "h_k * G", "H_k * G", "h_k * tile.G", "u * tile.G", "matrix * (chunk.key_tiles >> 1)",
+        ),
     },
     "one of B H matrices or of B batch entries, whose q, k, v and o would fill 2^37 bytes": {
         "triton/single/kernel.py": ("b * (H_k * G)", "part * each"),
@@ -77,10 +81,11 @@ HOPPER = (
     "split_fp32", "forward_fp32", "backward_preprocess_fp32", "backward_fp32",
 )  # fmt: skip
 BOTH = ("backward_renormalize", "backward_gather", "backward_sink", "list_tiles")
+OTHER = "forward_single", "backward_single", "backward_chunk", "backward_chunk_sums"
 KERNELS = {
     "experiment forward",
     "merge attention_merge",
-    *(f"portable attention_{name}" for name in (*PORTABLE, *BOTH, "forward_single", "backward_single")),
+    *(f"portable attention_{name}" for name in (*PORTABLE, *BOTH, *OTHER)),
     *(f"hopper attention_{name}" for name in HOPPER + BOTH),
 }
 

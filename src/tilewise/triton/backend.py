@@ -15,6 +15,7 @@ from ..host.plan import plan_of
 from ..host.repeat import repeated
 from ..host.tables import source_of_rows
 from . import launch, tiles
+from .chunked import launch as chunked
 from .plan import plan
 from .single import launch as single
 from .split_keys import launch as split_keys
@@ -68,7 +69,7 @@ class Portable:
             has = ", ".join(precisions(p))
             against.append(f"precision {p.recipe.precision!r} is not available on {where}; it has {has}")
         against += p.origin.against()
-        if not against and p.recipe.dropout and min(min(t.B_r, t.B_c) for t in current(p)) < 16:
+        if not against and p.recipe.dropout and min(min(t.B_r, t.B_c) for t in current(p) if t) < 16:
             kind = f"head sizes {sizes} in {str(p.dtype).removeprefix('torch.')} on {p.target}"
             against.append(
                 f"its tiles for {kind} have fewer than 16 rows or columns, too few for dropout; use bf16 or fp16"
@@ -103,9 +104,11 @@ def _backward(p: Problem) -> Plan:
     pl = plan(p)
 
     def describe(p: Problem, pl: Any) -> list[str]:
-        return [_tiles("dkdv", pl.dkdv), _tiles("dq", pl.dq), *_common(p)]
+        found = chunked.describe(p) if pl.dkdv is None else [_tiles("dkdv", pl.dkdv), _tiles("dq", pl.dq)]
+        return [*found, *_common(p)]
 
-    return plan_of(p, pl, launch.backward, describe, ((pl.dkdv, True), (pl.dq, False)), launch.repeat_backward)
+    lists = () if pl.dkdv is None else ((pl.dkdv, True), (pl.dq, False))
+    return plan_of(p, pl, launch.backward, describe, lists, launch.repeat_backward)
 
 
 def _tiles(name: str, t: tiles.Tiles) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from math import prod
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -32,9 +33,10 @@ from ..host.values import device_values, with_lse_shift
 from ..quantize.codes import blocks_of, columns
 from ..tile.gradients import Factors
 from ..tile.ranges import Scales, Variant
+from ..tile.rows import Packed, RowValues
 from ..tile.rows import Rows as RowsOf
-from ..tile.rows import RowValues
 from . import backward as kernels
+from .chunked import launch as chunked
 from .forward import attention_forward
 from .plan import Plan, constants, schedule
 from .tiles import Tiles
@@ -66,12 +68,12 @@ def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None,
     x = with_adjacent_rows(x)
     do = torch.zeros_like(saved.o) if do is None else adjacent(do)
     saved, dlse = with_contiguous_lse(saved, dlse)
-    scratch = empty_scratch(p, x)
+    scratch, made = empty_scratch(p, x), chunked.workspace(p, x)
     stream = current_stream(x.q.device)
     sums = empty_sums(p, x, grads, pl.bias)
-    tensors = [*x[:3], *x.extra, *saved[:3], do, dlse, *scratch, *grads[:3], *grads.extra, *sums]
+    tensors = [*x[:3], *x.extra, *saved[:3], do, dlse, *scratch, *made, *grads[:3], *grads.extra, *sums]
     replay = pl.replays[unplanned(saved, do, dlse)]
-    replay(stream, tensors, lambda: backward_launches(p, pl, x, saved, do, dlse, scratch, grads, sums))
+    replay(stream, tensors, lambda: backward_launches(p, pl, x, saved, do, dlse, scratch, grads, sums, made))
     add_sums(p, grads, sums, lambda: recompute(p, pl, x, saved, do, dlse, scratch, pl.bias), stream)
     return grads
 
@@ -88,8 +90,8 @@ def scratch_shape(p: Problem) -> tuple[int, ...]:
 
 
 def repeat_backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor) -> Backward | None:
-    """Return what repeats a backward; None where it reads copies, or another kernel before it."""
-    if p.biased or 0 in (p.B, p.M) or any([adjacent(t) is not t for t in (*x[:3], do)]):
+    """Return what repeats a backward; None where it reads copies, another kernel before it, or a workspace."""
+    if p.biased or pl.dkdv is None or 0 in (p.B, p.M) or any([adjacent(t) is not t for t in (*x[:3], do)]):
         return None
     row_values = size(torch.float32, prod(scratch_shape(p)))
     return repeated_backward(p, pl, (row_values, row_values), x, saved, do)
@@ -119,17 +121,17 @@ def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved) -> Iterato
 
 def backward_launches(
     p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, scratch: RowValues,
-    grads: Grads, sums: Sequence[Tensor | None] = (),
+    grads: Grads, sums: Sequence[Tensor | None] = (), made: tuple[Tensor, ...] = (),
 ) -> Iterator[Launch]:  # fmt: skip
-    """Yield launches for the row values (in scratch), the sink, dK and dV, dQ, and tensors of scores that learn."""
+    """Yield launches for the row values (in scratch), the sink, dK and dV, dQ, and tensors of scores that learn. `made`
+    is the workspace of chunks."""
     where, lse, key = packed(p, x), saved.lse, unplanned(saved, do, dlse)
-    M, N = lengths(p)
     parts, changes, _ = device_values(p, x.extra)
     variant = Variant(parts, with_lse_shift(p, changes, lse, x.extra), dropout(p, saved.seed), None)
 
     delta_rows = DELTA_ROWS if p.D_v <= 256 else DELTA_ROWS_WIDE
     tiles, heads = cdiv(p.M, delta_rows), p.B * p.H
-    arguments = (rows(saved.o), rows(do), dlse, lse, *scratch, where, unused(p, grads=grads), M, p.H, tiles)
+    arguments = (rows(saved.o), rows(do), dlse, lse, *scratch, where, unused(p, grads=grads), lengths(p)[0], p.H, tiles)
     sizes = {"d_v": p.D_v, "B_R": delta_rows}
     yield Launch(kernels.attention_backward_delta, heads * tiles, arguments, sizes, pl.compiled, key)
     yield from sink_launches(p, pl, x, lse, scratch.delta, 1, grads, key)
@@ -139,9 +141,26 @@ def backward_launches(
     if p.biased:
         yield renormalize_launch(recompute(*shared, pl.dq))
 
+    if pl.dkdv is None:
+        yield from chunked.launches(p, pl, given, made, grads, where, variant, factors, key)
+    else:
+        yield from tile_launches(p, pl, x, given, grads, where, variant, parts, factors, key)
+
+    if sums:
+        yield from gather_launches(recompute(*shared, pl.bias), sums)
+
+
+def tile_launches(
+    p: Problem, pl: Plan, x: Operands, given: tuple[Any, ...], grads: Grads, where: Packed | None, variant: Variant,
+    parts: Any, factors: Factors, key: Any,
+) -> Iterator[Launch]:  # fmt: skip
+    """Yield the launches for dK and dV, by tiles of keys, and for dQ, by tiles of queries. `given`: Q, K, V, dO and row
+    values."""
+    M, N = lengths(p)
+    of_keys, of_queries = cast("Tiles", pl.dkdv), pl.dq
     for kernel, row, by_key, count, H, results in (
-        (kernels.attention_backward_dkdv, pl.dkdv, True, cdiv(p.N, pl.dkdv.B_c), p.H_k, grads[1:3]),
-        (kernels.attention_backward_dq, pl.dq, False, cdiv(p.M, pl.dq.B_r), p.H, grads[:1]),
+        (kernels.attention_backward_dkdv, of_keys, True, cdiv(p.N, of_keys.B_c), p.H_k, grads[1:3]),
+        (kernels.attention_backward_dq, of_queries, False, cdiv(p.M, of_queries.B_r), p.H, grads[:1]),
     ):
         lists, listing = tile_lists(p, pl, row, parts, x, by_key)
         yield from listing
@@ -150,9 +169,6 @@ def backward_launches(
             schedule(count, p.B * H, pl.section),
         )  # fmt: skip
         yield Launch(kernel, p.B * H * count, arguments, constants(p, pl, row), pl.compiled, key)
-
-    if sums:
-        yield from gather_launches(recompute(*shared, pl.bias), sums)
 
 
 def recompute(

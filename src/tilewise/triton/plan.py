@@ -23,8 +23,8 @@ class Plan(Launched):
     """The parts of a launch that follow from the problem alone."""
 
     forward: Tiles
-    dkdv: Tiles
     dq: Tiles
+    dkdv: Tiles | None
     bias: Tiles
     c: float | None
     """Logits times c are in base 2, the forward's unit. With a bias it is None, and logits are in natural log."""

@@ -16,8 +16,8 @@ of their kind, by the same rule, within its shared memory; so is every row of he
 sm_100 reads the rows of "blackwell" first, then Hopper's. In fp32 they are small, as Triton 3.6 splits a product into
 many parts; with Hopper's tiles these need more tensor memory than there is, and the compiled kernel is empty.
 
-In fp32, head sizes above 256 are multiplied on FMA units, as split operands would spill thousands of registers. The
-backward's tiles have 8 rows or columns where 16 spill, or need more shared memory than the chips of LITTLE_MEMORY have.
+In fp32, head sizes above 256 are multiplied on FMA units, as split operands would spill thousands of registers. Tiles
+have 8 rows where 16 spill, or need more shared memory than the chips of LITTLE_MEMORY have.
 """
 
 from itertools import product
@@ -103,7 +103,6 @@ DKDV: Table = {
     ("hopper", 2, 128, "64 tokens"): Tiles(64, 64, 4, 2),
     ("hopper", 2, 128, "scores"): Tiles(16, 128, 8, 2),
     ("hopper", 2, 256): Tiles(64, 32, 4, 2),
-    ("hopper", 2, 512): Tiles(32, 32, 8, 2),
     ("hopper", 4, 128): Tiles(32, 128, 8, 1),
     ("hopper", 4, 256): Tiles(16, 16, 4, 1),
     ("hopper", 4, 64, "ieee"): Tiles(32, 64, 8, 1),
@@ -111,28 +110,21 @@ DKDV: Table = {
     ("hopper", 4, 64, "tf32x3"): Tiles(32, 128, 8, 1),
     ("hopper", 4, 128, "tf32x3"): Tiles(16, 64, 4, 1),
     ("hopper", 4, 256, "ieee"): Tiles(32, 32, 8, 1),
-    ("hopper", 4, 512): Tiles(16, 8, 4, 1),
-    ("hopper", 4, 512, "dropout"): Tiles(16, 16, 8, 1),
     ("blackwell", 4, 128): Tiles(32, 32, 4, 2),
     ("blackwell", 4, 256): Tiles(16, 16, 4, 1),
     ("ampere", 2, 64): Tiles(32, 64, 4, 2),
     ("ampere", 2, 128): Tiles(64, 64, 8, 2),
     ("ampere", 2, 256): Tiles(32, 32, 4, 2),
-    ("ampere", 2, 512): Tiles(16, 16, 8, 2),
     ("ampere", 4, 128): Tiles(32, 32, 4, 2),
     ("ampere", 4, 256): Tiles(16, 16, 4, 1),
     ("ampere", 4, 64, "ieee"): Tiles(32, 64, 4, 1),
     ("ampere", 4, 128, "ieee"): Tiles(32, 32, 4, 1),
     ("ampere", 4, 256, "ieee"): Tiles(16, 32, 8, 1),
-    ("ampere", 4, 512): Tiles(16, 8, 4, 1),
-    ("ampere", 4, 512, "dropout"): Tiles(16, 16, 4, 1),
     ("other", 2, 128): Tiles(32, 32, 4, 1),
     ("other", 2, 256): Tiles(16, 16, 4, 1),
-    ("other", 2, 512): Tiles(16, 16, 4, 1),
     ("other", 4, 64): Tiles(32, 32, 4, 1),
     ("other", 4, 256): Tiles(16, 16, 4, 1),
     ("other", 4, 128, "ieee"): Tiles(16, 32, 4, 1),
-    ("other", 4, 512): Tiles(16, 16, 4, 1),
     ("interpreter", 2, 512): Tiles(32, 32, 4, 1),
     ("interpreter", 4, 512): Tiles(32, 32, 4, 1),
 }
@@ -300,8 +292,9 @@ class Rows(NamedTuple):
     """The row of each of TABLES for one problem."""
 
     forward: Tiles
-    dkdv: Tiles
     dq: Tiles
+    dkdv: Tiles | None = None
+    """None where the backward runs in chunks."""
 
 
 def current(p: Problem) -> Rows:
@@ -345,7 +338,7 @@ def entry_bytes(p: Problem) -> int:
 
 def keys(p: Problem) -> dict[str, Any]:
     """Return the keys of a problem's rows, by table."""
-    return {name: choose(table, p) for name, table in TABLES.items()}
+    return {name: choose(table, p) for name, table in TABLES.items() if name != "dkdv" or not in_chunks(p)}
 
 
 def choose(table: Table, p: Problem) -> tuple[str | int, ...]:
@@ -376,6 +369,11 @@ def bias_tiles(p: Problem, dq: Tiles) -> Tiles:
     """
     stages = max(1, min(dq.stages, 256 // max(p.D, p.D_v)))
     return BIAS.get(choose(DQ, p)) or dq._replace(stages=stages)
+
+
+def in_chunks(p: Problem) -> bool:
+    """Tell whether a backward runs in chunks, as registers hold no tile of a gradient."""
+    return max(p.D, p.D_v) > 256
 
 
 def single_tile(p: Problem) -> tuple[Tiles, Tiles] | None:
