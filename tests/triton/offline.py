@@ -245,7 +245,7 @@ def read(kernel: Any) -> Compiled:
     """Disassembles a compiled kernel."""
     if "cubin" in kernel.asm:
         text = sass(kernel.asm["cubin"])
-        matrix, otherwise = r"\b(HMMA|HGMMA|IMMA|IGMMA|QMMA|QGMMA|UTC[A-Z]*MMA)\b", r"\bFFMA\b"
+        matrix, otherwise = r"\b(HMMA|HGMMA|IMMA|IGMMA|QMMA|QGMMA|UTC[A-Z]*MMA)\b", r"\bFFMA2?\b"
         local = r"\b(?:LDL|STL)\b"
         registers = re.search(r"REG:(\d+)", text)
     else:
