@@ -22,6 +22,9 @@ from conformance.cases import (
     window,
 )  # fmt: skip
 
+from tilewise.call import calls
+from tilewise.triton.chunked import launch as chunked
+
 from .sizes import TYPES, on_gpu
 
 PAIRS = (
@@ -67,6 +70,17 @@ def test_wide_heads(D, D_v, dtype):
     for M, N in LENGTHS:
         name = f"wide D {D} D_v {D_v} {dtype} {M} {N}"
         judge(replace(WIDE, name=name, M=M, N=N, D=D, D_v=D_v, dtype=TYPES[dtype], mask=causal))
+
+
+@on_gpu
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("variant", ["causal", "window", "dense", "varlen"])
+def test_chunks_of_any_size(variant, size, monkeypatch):
+    monkeypatch.setattr(chunked, "LEAST", size)
+    monkeypatch.setattr(chunked, "WORKSPACE", 0)
+    calls.forget()
+    judge(replace(VARIANTS[variant], name=f"chunks of {size} {variant}", dtype=torch.bfloat16))
+    calls.forget()
 
 
 @on_gpu

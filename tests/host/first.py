@@ -412,7 +412,7 @@ def ones() -> Iterator[dict[str, Any]]:
     named += [
         (f"{name} of any length", lambda name=name, M=M, N=N: of_any_length(name, M, N)) for name, M, N in portable
     ]
-    for name, given in [*named, *of_caches(), *of_others()]:
+    for name, given in [*named, *of_caches(), *of_wide(), *of_others()]:
         for launch in given():
             kernel = launch.kernel
             row = {"call": name, "kernel": f"{kernel.fn.__module__}.{kernel.fn.__name__}"}
@@ -481,6 +481,19 @@ def of_caches() -> Iterator[tuple[str, Any]]:
                 f"{name} of {page} {backend}",
                 lambda page=page, layout=cached, backend=backend, q=q: found(page, layout=layout, backend=backend, **q),
             )
+
+
+def of_wide() -> Iterator[tuple[str, Any]]:
+    """Yield a call above head size 256 of one query, with one key and without."""
+    import torch
+
+    from tilewise.warm.precompile import launches as recorded
+    from tilewise.warm.warm import Call
+
+    for N in (1, 0):
+        q, k = (torch.empty(1, n, 1, 320, dtype=torch.bfloat16, device="meta") for n in (1, N))
+        p = problem_of(q, k, k, backend="triton")[0]
+        yield f"head size 320, {N} keys", lambda p=p: recorded(Call(p, ()))
 
 
 def of_others() -> Iterator[tuple[str, Any]]:

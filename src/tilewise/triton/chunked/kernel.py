@@ -38,7 +38,7 @@ class Tile(NamedTuple):
 
 class Chunk(NamedTuple):
     """Locate a chunk: its P and dS; its first key tile, among those of all key heads; how many it has; the key tiles of
-    a head, and the query tiles. Counts are 2 n + 1, as in `Packed`."""
+    a head, and the query tiles. Counts are 2 n + 1, as in `Packed`, and the first tile is 2 n + 3, as it may be 0."""
 
     p: object
     ds: object
@@ -46,6 +46,12 @@ class Chunk(NamedTuple):
     count: object
     key_tiles: object
     query_tiles: object
+
+
+@triton.jit
+def first_of(chunk):
+    """Return a chunk's first key tile."""
+    return (chunk.first >> 1) - 1
 
 
 @triton.jit
@@ -120,7 +126,7 @@ def attention_backward_chunk(
     query_tiles, key_tiles = chunk.query_tiles >> 1, chunk.key_tiles >> 1
     program = tl.program_id(0)
     r, g, u = program % query_tiles, program // query_tiles % G, program // query_tiles // G
-    n = (chunk.first >> 1) + u
+    n = first_of(chunk) + u
     matrix, t = n // key_tiles, n % key_tiles
     b, h_k = matrix // H_k, matrix % H_k
     h = h_k * G + g
@@ -150,18 +156,19 @@ def attention_backward_chunk(
 
 @triton.jit
 def sum_over_queries(
-    W, chunk, u, X, dX, packed, M, N, b, h_k, lo, hi, column, factor, one, size: tl.constexpr, tile: tl.constexpr
+    W, chunk, u, X, dX, packed, M, N, b, h_k, tiles, column, factor, one, size: tl.constexpr, tile: tl.constexpr
 ):  # fmt: skip
-    """Store columns of W^T X times a factor, summed over the query tiles lo..hi of all heads that share the key."""
+    """Store columns of W^T X times a factor, summed over a range of query tiles of all heads that share the key."""
     B_R: tl.constexpr = tile.B_R
     B_C: tl.constexpr = tile.B_C
     SLICE: tl.constexpr = tile.SLICE
     COLUMNS: tl.constexpr = tile.COLUMNS
     PRECISION: tl.constexpr = tile.PRECISION
     q0, M, k0, N = rows_of(packed, b, M, N)
-    t = ((chunk.first >> 1) + u) % (chunk.key_tiles >> 1)
+    t = (first_of(chunk) + u) % (chunk.key_tiles >> 1)
     if t * B_C >= N:
         return
+    lo, hi = tiles
     each = (hi - lo) * (B_R // SLICE)
     sums = tl.zeros([B_C, COLUMNS], tl.float32)
     for x in range(tile.G * each):
@@ -195,8 +202,8 @@ def sum_over_keys(
     place = Place(b, h, b * (H_k * G) + h, i0, M, N, N - M)
     lo, _, _, hi = key_range(variant, 0, place, B_R, B_C)
     key_tiles, before = chunk.key_tiles >> 1, matrix * (chunk.key_tiles >> 1)
-    first = tl.maximum((chunk.first >> 1) - before, 0)  # of the head's key tiles, the chunk has first..end
-    end = tl.minimum((chunk.first >> 1) + (chunk.count >> 1) - before, key_tiles)
+    first = tl.maximum(first_of(chunk) - before, 0)  # of the head's key tiles, the chunk has first..end
+    end = tl.minimum(first_of(chunk) + (chunk.count >> 1) - before, key_tiles)
     lo, hi = tl.where(hi > lo, lo, 0), tl.where(hi > lo, hi, 0)
     if (lo >= end) | ((hi <= first) & (first > 0)):  # rows that see nothing have zeros of the first chunk
         return
@@ -204,7 +211,7 @@ def sum_over_keys(
     for x in range(tl.maximum(lo, first) * (B_C // SLICE), tl.minimum(hi, end) * (B_C // SLICE)):
         t, part = x // (B_C // SLICE), x % (B_C // SLICE) * SLICE
         at = (i0 + tl.arange(0, B_R)).to(tl.int64)[:, None] * B_C + part + tl.arange(0, SLICE)[None, :]
-        ds = tl.load(matrix_of(chunk.ds, chunk, before + t - (chunk.first >> 1), g, tile) + at)  # (B_R, SLICE)
+        ds = tl.load(matrix_of(chunk.ds, chunk, before + t - first_of(chunk), g, tile) + at)  # (B_R, SLICE)
         k = load_part(K, origin(K, b, h_k, k0), t * B_C + part, column, SLICE, COLUMNS, N, tile.d, 1)
         acc = accumulate(acc, (ds,), (k,), factors.one, PRECISION)
     if sums is not None:
@@ -230,22 +237,22 @@ def attention_backward_chunk_sums(
     if program >= of_keys:
         program -= of_keys
         n, column, r = program // OF_K // query_tiles, program % OF_K * COLUMNS, program // OF_K % query_tiles
-        matrix = (chunk.first >> 1) // key_tiles + n // tile.G
+        matrix = first_of(chunk) // key_tiles + n // tile.G
         sum_over_keys(
             K, sums, dQ, packed, variant, factors, M, N, H_k, chunk, matrix, n % tile.G, r, column, tile
         )  # fmt: skip
     else:
         u, c, one = program // (OF_K + OF_V), program % (OF_K + OF_V), factors.one
-        matrix = ((chunk.first >> 1) + u) // key_tiles
-        b, h_k, j0 = matrix // H_k, matrix % H_k, ((chunk.first >> 1) + u) % key_tiles * tile.B_C
+        matrix = (first_of(chunk) + u) // key_tiles
+        b, h_k, j0 = matrix // H_k, matrix % H_k, (first_of(chunk) + u) % key_tiles * tile.B_C
         _, m, _, n = rows_of(packed, b, M, N)
         lo, _, _, hi = query_range(variant, 0, b, j0, m, n, tile.B_R, tile.B_C)
         if c < OF_V:
             sum_over_queries(
-                chunk.p, chunk, u, dO, dV, packed, M, N, b, h_k, lo, hi, c * COLUMNS, 1.0, one, tile.d_v, tile
+                chunk.p, chunk, u, dO, dV, packed, M, N, b, h_k, (lo, hi), c * COLUMNS, 1.0, one, tile.d_v, tile
             )  # fmt: skip
         else:
             column = (c - OF_V) * COLUMNS
             sum_over_queries(
-                chunk.ds, chunk, u, Q, dK, packed, M, N, b, h_k, lo, hi, column, factors.scale, one, tile.d, tile
+                chunk.ds, chunk, u, Q, dK, packed, M, N, b, h_k, (lo, hi), column, factors.scale, one, tile.d, tile
             )  # fmt: skip

@@ -61,7 +61,8 @@ def launches(
     for first in range(0, total, size):
         count = min(size, total - first)
         heads = (first + count - 1) // key_tiles - first // key_tiles + 1
-        chunk = Chunk(*made[:2], *map(odd, (first, count, key_tiles, query_tiles)))
+        counted = [2 * first + 3, *map(odd, (count, key_tiles, query_tiles))]
+        chunk = Chunk(*made[:2], *counted)
         shared = where, variant, factors, M, N, p.H_k, chunk
         arguments = *given, *shared
         yield Launch(attention_backward_chunk, count * G * query_tiles, arguments, constants, pl.compiled, key)
