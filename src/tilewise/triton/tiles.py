@@ -372,7 +372,8 @@ def bias_tiles(p: Problem, dq: Tiles) -> Tiles:
 
 
 def in_chunks(p: Problem) -> bool:
-    """Tell whether a backward runs in chunks, as registers hold no tile of a gradient."""
+    """Tell whether a backward runs in chunks, as registers hold no tile of a gradient. Then DQ's rows are of a bias's
+    gradient alone."""
     return max(p.D, p.D_v) > 256
 
 

@@ -1,6 +1,7 @@
 """Launch the backward in chunks of key tiles."""
 
 from collections.abc import Iterator
+from math import prod
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from .tiles import chunk_tiles
 WORKSPACE = 256 << 20
 """Bytes of P and dS that a chunk may have, beyond its least number of key tiles."""
 LEAST = 16
-"""Key tiles that a chunk has at least, if there are so many: enough for most multiprocessors."""
+"""Key tiles that a chunk has at least, if there are so many. With fewer, programs would not occupy a large GPU."""
 
 
 def counts(p: Problem) -> tuple[int, int, int]:
@@ -33,13 +34,18 @@ def counts(p: Problem) -> tuple[int, int, int]:
     return key_tiles, query_tiles, size // key_tiles * key_tiles if size > key_tiles else size
 
 
+def shape_of(p: Problem) -> tuple[int, int, int]:
+    """Return the shape of a chunk's P: a matrix for each key tile and query head, of all queries x B_c."""
+    row, (_, query_tiles, size) = chunk_tiles(p), counts(p)
+    return size * (p.H // p.H_k), query_tiles * row.B_r, row.B_c
+
+
 def workspace(p: Problem, x: Operands) -> tuple[Tensor, ...]:
     """Allocate P and dS of a chunk, and sums of dQ where a head has several chunks; nothing if calls run otherwise."""
     if not in_chunks(p):
         return ()
-    row, (key_tiles, query_tiles, size) = chunk_tiles(p), counts(p)
-    shape = size * (p.H // p.H_k), query_tiles * row.B_r, row.B_c
-    found = [torch.empty(shape, dtype=p.dtype, device=x.q.device) for _ in range(2)]
+    key_tiles, _, size = counts(p)
+    found = [torch.empty(shape_of(p), dtype=p.dtype, device=x.q.device) for _ in range(2)]
     if size < key_tiles:
         found.append(torch.empty(x.q.shape, dtype=torch.float32, device=x.q.device))
     return tuple(found)
@@ -73,7 +79,6 @@ def launches(
 
 def describe(p: Problem) -> list[str]:
     """Describe the chunks."""
-    row, size, of_each = chunk_tiles(p), counts(p)[2], p.H // p.H_k
-    made = 2 * size * of_each * counts(p)[1] * row.B_r * row.B_c * p.dtype.itemsize
+    row, size, made = chunk_tiles(p), counts(p)[2], 2 * prod(shape_of(p)) * p.dtype.itemsize
     tiles = f"{row.B_r}x{row.B_c}, {row.columns} columns of a gradient, {row.warps} warps"
     return [f"backward in chunks of {size} key tiles {tiles}; P and dS take {made >> 20} MiB"]
