@@ -8,6 +8,7 @@ succeed and do nothing. That needs a C compiler. Run it in a process of its own,
     python tests/host/first.py count             for each of `calls`: its kernels over all of SIZES, without compiling
     python tests/host/first.py modules           the package's modules that a step's passes import, without launching
     python tests/host/first.py hashes            whether the hashes of kernels that are kept are those of Triton
+    python tests/host/first.py moved             whether building a launcher in another cache changes descriptors
     python tests/host/first.py ones              with every count 1, or no keys: the kernels, and what fails to build
 """
 
@@ -397,6 +398,25 @@ def hashes() -> Iterator[dict[str, Any]]:
             yield {"call": name, "functions": len(functions), "equal": equal, "parsed": parsed, "missed": missed}
 
 
+def moved() -> Iterator[dict[str, Any]]:
+    """Build a launcher after the cache has moved, as torch.compile moves it. Tell whether TMA descriptors have kept their
+    type: launchers built before take no other."""
+    from types import SimpleNamespace
+
+    pretend()
+    from triton.backends.nvidia import driver as nvidia
+
+    from tilewise.host.ahead import build_launcher
+
+    before = nvidia.PyCUtensorMap
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TRITON_CACHE_DIR"] = folder
+        built: list[Any] = []
+        nvidia.CudaLauncher = lambda src, metadata: built.append(src)
+        build_launcher(SimpleNamespace(src="source", metadata=SimpleNamespace(target=SimpleNamespace(backend="cuda"))))
+        yield {"built": built, "kept": nvidia.PyCUtensorMap is before is not None}
+
+
 def ones() -> Iterator[dict[str, Any]]:
     """Build the IR of every kernel for counts of 1, and where there are no keys. Tell which were built, what failed.
 
@@ -555,5 +575,5 @@ def since(begin: float) -> float:
 
 if __name__ == "__main__":
     command, *rest = sys.argv[1:]
-    for line in {each.__name__: each for each in (step, count, modules, hashes, ones)}[command](*rest):
+    for line in {each.__name__: each for each in (step, count, modules, hashes, moved, ones)}[command](*rest):
         print(json.dumps(line), flush=True)

@@ -15,6 +15,7 @@ from scripts import ROOT, lines
 pytest.importorskip("triton")
 import triton
 from triton import __version__, knobs
+from triton.backends.nvidia import driver
 from triton.language import constexpr
 from triton.runtime import cache, jit
 
@@ -153,6 +154,14 @@ def test_a_16_bit_step_imports_no_other_kernels():
     brought = forward["modules"] + backward["modules"]
     assert {"tilewise.hopper.forward.kernel", "tilewise.hopper.backward.kernel"} <= {*brought}
     assert [name for name in brought if f"{name}.".startswith(NOT_IMPORTED)] == []
+
+
+def test_a_launcher_built_in_another_cache_keeps_the_type_of_descriptors(tmp_path):
+    """torch.compile moves Triton's cache. What loads Triton's driver from there gives descriptors a second type, which
+    launchers built before refuse."""
+    [found] = first("moved", cache=tmp_path)
+    assert found["kept"]
+    assert found["built"] == (["source"] if hasattr(driver, "compile_module_from_src") else [])
 
 
 def test_kept_hashes_are_those_of_triton_and_nothing_is_parsed_for_them(tmp_path):

@@ -88,5 +88,6 @@ def build_launcher(kernel: Any) -> None:
         nvidia.libcuda_dirs()
     except (AssertionError, OSError):  # no driver
         return
-    nvidia.CudaUtils()
+    if not hasattr(nvidia.CudaUtils, "instance"):  # from another cache, a second type of descriptor: launchers refuse it
+        nvidia.CudaUtils()
     nvidia.CudaLauncher(kernel.src, kernel.metadata)
