@@ -399,8 +399,8 @@ def hashes() -> Iterator[dict[str, Any]]:
 
 
 def moved() -> Iterator[dict[str, Any]]:
-    """Build a launcher after the cache has moved, as torch.compile moves it. Tell whether TMA descriptors have kept their
-    type: launchers built before take no other."""
+    """Build a launcher after the cache has moved, as torch.compile moves it. Tell whether TMA descriptors have kept
+    their type: launchers built before take no other."""
     from types import SimpleNamespace
 
     pretend()

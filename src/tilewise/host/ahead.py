@@ -88,6 +88,6 @@ def build_launcher(kernel: Any) -> None:
         nvidia.libcuda_dirs()
     except (AssertionError, OSError):  # no driver
         return
-    if not hasattr(nvidia.CudaUtils, "instance"):  # from another cache, a second type of descriptor: launchers refuse it
+    if not hasattr(nvidia.CudaUtils, "instance"):  # from another cache, it would give descriptors a second type
         nvidia.CudaUtils()
     nvidia.CudaLauncher(kernel.src, kernel.metadata)
