@@ -79,6 +79,7 @@ def launched(monkeypatch):
         monkeypatch.setattr(module, "current_stream", lambda _: 7)
     monkeypatch.setattr(append_op, "append_in_torch", append_op.launch_module("append").launch)
     monkeypatch.setattr(hopper_launch, "COUNTERS", {})
+    monkeypatch.setattr(hopper_launch, "SPARE", {})
     monkeypatch.setattr(hopper_launch, "ADDRESSES", {})
     monkeypatch.setattr(repeat, "EMPTY", lambda *size: torch.empty_strided(*size[:2], dtype=size[2]))
     monkeypatch.setattr(repeat, "STREAM", lambda _: hopper_launch.current_stream(None))

@@ -1,6 +1,6 @@
 """Launch the 16-bit Hopper kernels: turn a problem and its operands into descriptors and kernel arguments."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -56,6 +56,9 @@ from .tiles import BIAS, padded
 
 COUNTERS: dict[tuple[torch.device, int | None], Tensor] = {}
 """Keeps each stream's counter for good: a kernel may still count when Python is done with its launch."""
+SPARE: dict[torch.device, Iterator[Tensor]] = {}
+"""Gives CAPTURED launches a counter each, by device. Later ones zero their own in the graph, which takes 2 to 3 us."""
+CAPTURED = 1024
 ADDRESSES: dict[torch.device, dict[int | None, int]] = {}
 """Keeps their addresses, by device and stream."""
 
@@ -295,9 +298,12 @@ def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None,
 def counter(device: torch.device, stream: int | None) -> Tensor:
     """Return two zeros that a launch leaves as zeros: one pair per stream, and a separate pair per captured launch."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return torch.zeros(2, dtype=torch.int32, device=device)
+        found = next(SPARE.get(device, iter(())), None)
+        return torch.zeros(2, dtype=torch.int32, device=device) if found is None else found
     if (zeros := COUNTERS.get((device, stream))) is None:
-        zeros = COUNTERS.setdefault((device, stream), new_counter(device))
+        zeros, *spare = new_counters(device, 1 if device in SPARE else 1 + CAPTURED)
+        SPARE.setdefault(device, iter(spare))
+        zeros = COUNTERS.setdefault((device, stream), zeros)
         addresses_of(device)[stream] = zeros.data_ptr()
     return zeros
 
@@ -307,8 +313,9 @@ def addresses_of(device: torch.device) -> dict[int | None, int]:
     return ADDRESSES.setdefault(device, {})
 
 
-def new_counter(device: torch.device) -> Tensor:
-    """Allocate two zeros in a separate thread, so that they may stay. This thread may allocate from a private pool:
-    `torch.cuda.use_mem_pool`, or CUDA graphs of torch.compile, which warm up in theirs without capturing."""
+def new_counters(device: torch.device, count: int) -> Sequence[Tensor]:
+    """Allocate pairs of zeros in a separate thread, so that they may stay. This thread may allocate from a private
+    pool: `torch.cuda.use_mem_pool`, or CUDA graphs of torch.compile, which warm up in theirs without capturing."""
+    made = partial(torch.zeros, count, 4, dtype=torch.int32, device="cpu")
     with ThreadPoolExecutor(1) as thread:  # a copy from the CPU waits, so that every stream finds the zeros
-        return thread.submit(lambda: torch.zeros(2, dtype=torch.int32, device="cpu").to(device)).result()
+        return thread.submit(lambda: [*made().to(device)[:, :2]]).result()
