@@ -207,10 +207,11 @@ class Pointer:
 
 
 class Memory:
-    """Shared memory, or a view of it from row `row` on. Views of a stage share its `cell`."""
+    """Shared memory, or a view of it from row `row` on, of a `share` of its columns. Views of a stage share
+    its `cell`."""
 
-    def __init__(self, shape: Sequence[int], cell: Any = None, row: int = 0) -> None:
-        self.shape, self.row = list(shape), row
+    def __init__(self, shape: Sequence[int], cell: Any = None, row: int = 0, share: Any = None) -> None:
+        self.shape, self.row, self.share = list(shape), row, share
         self.cell = cell or SimpleNamespace(content=None, stages={}, barrier=None)
         self.dtype = self.layout = Numbers()
 
@@ -220,7 +221,18 @@ class Memory:
 
     def slice(self, start: int, length: int, dim: int) -> "Memory":
         shape = [*self.shape[:dim], length, *self.shape[dim + 1 :]]
-        return Memory(shape, self.cell, self.row + (start if dim == 0 else 0))
+        share = (start, length, self.shape[1]) if dim == 1 else self.share
+        return Memory(shape, self.cell, self.row + (start if dim == 0 else 0), share)
+
+    @property
+    def content(self) -> Any:
+        """What TMA has put into the columns."""
+        found = self.cell.content
+        if self.share is None or not isinstance(found, tuple):
+            return found
+        start, length, columns = self.share
+        first, count = (x * (len(found) - 1) // columns for x in (start, length))
+        return ("parts", *found[1 + first :][:count])
 
     def reshape(self, shape: Sequence[int]) -> "Memory":
         return Memory(shape, self.cell, self.row)
@@ -312,8 +324,8 @@ def multiply(a: Any, b: Any, *_: Any, **__: Any) -> Numbers:
     if isinstance(right, tuple):
         if not isinstance(a, Memory):
             world.record("weighed", right)
-        elif isinstance(a.cell.content, tuple):
-            world.record("product", a.cell.content, a.row, right)
+        elif isinstance(a.content, tuple):
+            world.record("product", a.content, a.row, right)
     return Numbers()
 
 

@@ -1,5 +1,6 @@
 """The forward's roles, rehearsed: every tile is multiplied once, masked where it must be, and nobody waits forever."""
 
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import accumulate
@@ -93,7 +94,7 @@ class Reader:
 
     def product(self, role, left, _, right):
         """Of Q and K."""
-        pieces = pieces_of(self.tile.D)
+        pieces = pieces_of(self.tile.D // self.tile.K_PIECES) * self.tile.K_PIECES
         ((_, _, h, i), of_q), ((_, _, h_k, j), of_k) = self.columns(left, pieces), self.columns(right, pieces)
         if of_q != of_k:
             self.wrong.append(f"piece {of_q} of Q meets piece {of_k} of K")
@@ -185,11 +186,11 @@ def test_with_more_asked_for(given, mask, D):
 
 
 @pytest.mark.parametrize("programs", [1, 7])
-@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("D", [64, 128, 256, 512])
 @pytest.mark.parametrize(("M", "N"), [(300, 700), (700, 300), (65, 129), (1, 500)])
 @pytest.mark.parametrize("mask", ["full", "causal", "window"])
 def test_ragged_lengths(mask, M, N, D, programs):
-    _, wrong = rehearsed(M, N, D, 2, MASKS[mask], programs)
+    _, wrong = rehearsed(M, N, D, 2, MASKS[mask], programs, backend="hopper")
     assert not wrong
 
 
@@ -200,6 +201,25 @@ def test_packed_sequences(mask, D):
     last = int(ENDS[-1])
     p, x = call(last, last, D, H, 2, batch=(), mask=MASKS[mask], layout=layout)
     assert not list(faults(rehearse_forward(p, x, torch.empty(0), 3, 1), 2, sequences))
+
+
+@pytest.fixture
+def hurried():
+    """Roles that take turns as often as Python lets them."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize(
+    "changed", [{}, {"PINGPONG": True}, {"K_PIECES": 2}, {"K_PIECES": 8, "PINGPONG": True}, {"KV_STAGES": 2}], ids=str
+)
+@pytest.mark.parametrize("mask", ["full", "causal", "window"])
+def test_keys_come_in_pieces(mask, changed, hurried):
+    tile, wrong = rehearsed(768, 768, 512, 2, MASKS[mask], changed=changed, backend="hopper")
+    assert not wrong
+    assert tile.K_PIECES == changed.get("K_PIECES", 4)
 
 
 def test_warpgroups_take_turns():

@@ -301,7 +301,7 @@ def test_head_sizes_above_256(D, D_v, parts):
     pl = plan(p)
     assert pl.backward is None
     assert pl.programs == min(132, 2 * 4 * 4 * parts)
-    assert [box.block_shape[2:] for box in pl.boxes] == [[64, 64], [32, 64], [32, 256], [64, 256]]
+    assert [box.block_shape[2:] for box in pl.boxes] == [[64, 64], [64, 64], [64, 256], [64, 256]]
 
 
 def test_rows_lie_in_pieces():

@@ -154,7 +154,8 @@ def forward_tile(p: Problem, row: Forward, warps: int) -> kernels.Tile:
     tile = kernels.Tile(
         row.warpgroups, row.B_c, *columns(p, FORWARD), row.q_stages, row.kv_stages,
         pingpong, masked_loop, half_first_tile, row.fetch_early, warps, row.wait_pv, bounded(p), row.registers,
-        PAGE=p.layout.page(p), V_PARTS=cdiv(p.D_v, columns(p, FORWARD).of_v),
+        PAGE=p.layout.page(p), V_PARTS=cdiv(p.D_v, columns(p, FORWARD).of_v), K_PIECES=row.k_pieces,
+        RESCALE_LATE=row.k_pieces > 1 and not bounded(p),
     )  # fmt: skip
     return with_codes(p, tile) if p.products.codes else tile
 

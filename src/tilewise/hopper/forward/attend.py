@@ -12,7 +12,7 @@ from ...tile.rows import row_values
 from ...tile.softmax import finalize, join_sink
 from ..parts.channel import arrive, named_barrier, wait, wait_dependencies
 from ..parts.dropout_bits import apply_dropout, read_bits
-from ..parts.pieces import contract, pieces_of, scaled, store_piece, tile_at, tile_of, times
+from ..parts.pieces import contract, pieces_of, rows_of, scaled, store_piece, tile_at, tile_in_loop, tile_of, times
 from ..parts.queue import receive_tile
 from ..parts.ragged import fill_outputs, store_inside, zero_queries_past
 from .eight_bits import in_units, key_scales, pack, positive, product_of, rescaled, row_scales, scale_of
@@ -38,7 +38,7 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
         loop = loop_of(place, tile_of_head, call.variant, tile)
         row0 = place.i0 + 64 * W
         at = n % tile.Q_STAGES * tile.WARPGROUPS + W
-        q = tile_of(shared.q.memory, at * (16 // tile.QK_BITS))
+        q = queries(W, shared, n, y, tile)
         part = part_of(loop, place, row0, call.variant, tile)
         column = column_of(t, tile)
         y = skip_tiles(W, shared, y, loop.hi - part.hi, tile)
@@ -66,6 +66,7 @@ def loop_over_keys(
     """Sum over the key tiles of `part`, from the last to the first. Return O, m, l, what lse misses, the next tile's
     number, and the next use."""
     B_C: gl.constexpr = tile.B_C
+    K_PIECES: gl.constexpr = tile.K_PIECES
     INTEGERS: gl.constexpr = tile.QK_BITS == 8 and shared.k.memory[0].dtype == gl.int8
     s_layout: gl.constexpr = accumulator(B_C, tile.QK_BITS)
     SCORES: gl.constexpr = len(call.variant.scores) > 0
@@ -79,9 +80,9 @@ def loop_over_keys(
     wait(shared.q.full, n)
     if SCORES:  # which may compute several rows together
         zero_queries_past(q, place, row0, call.packed)
-    wait(shared.k.full, y)
-    S_first = first_logits(q, tile_at(shared.k.memory, y), zero.dtype, tile.HALF_FIRST_TILE and W == 0, tile)
-    arrive(shared.k.empty, y)
+    wait(shared.k.full, y * K_PIECES)
+    S_first = first_logits(q, shared.k, y, zero.dtype, tile.HALF_FIRST_TILE and W == 0, tile)
+    arrive(shared.k.empty, (y + 1) * K_PIECES - 1)
     S_first = product_of(S_first, rows, k_scale, SCORES, True, tile)
     c_first = scale_of(S_first, c, rows.scale * k_scale) if BY_ROW else c
     m, l, P_first = begin(
@@ -94,23 +95,24 @@ def loop_over_keys(
         if n > 0:
             tma.store_wait(0)
             arrive(shared.q.empty, n - 1)
+    LATER: gl.constexpr = tile.SUM_BY_PRODUCT + (tile.PROMOTE != "halves") * len(sums.o)
     below = any_below(m, E4M3, tile)
     while x > part.lo:
         x -= 1
         j = key_tile(call.variant, loop, x)
         k_scale, v_next = key_scales(codes, rows, j, tile)  # early: it takes long
         sums = join_halves(sums, p, shared, y, W if tile.PINGPONG else None, tile)
-        wait(shared.k.full, y + 1)
+        wait(shared.k.full, (y + 1) * K_PIECES)
         if tile.PINGPONG and tile.PROMOTE != "halves":
             named_barrier("sync", W)
-        S = contract(q, tile_at(shared.k.memory, y + 1), zero)
+        S = start_logits(queries(W, shared, n, y, tile), shared.k, y + 1, zero, tile)
         products = start_products(sums, p, shared, y, tile)
         if tile.PINGPONG:
             named_barrier("arrive", (W + 1) % tile.WARPGROUPS)
         words = read_bits(shared.bits, (y + 1) * tile.WARPGROUPS + W, 0, zero)
         if tile.WAIT_PV == 3:
             products = finish_products(products, tile)
-        S = warpgroup_mma_wait(tile.SUM_BY_PRODUCT + (tile.PROMOTE != "halves") * len(sums.o), [S])
+        S = warpgroup_mma_wait(LATER, [release_pieces(S, shared.k, y + 1, LATER, tile)])
         S = product_of(S, rows, k_scale, SCORES, tile.MASK_IN_LOOP, tile)
         c_j = scale_of(S, c, rows.scale * k_scale) if BY_ROW else c
         partial = is_partial(x, part) if tile.MASK_IN_LOOP else False
@@ -122,7 +124,7 @@ def loop_over_keys(
                 S = masked(S, place, row0, j * B_C, call.variant)
         P, m, l, alpha, below = online(S, m, l, c_j, y, below, E4M3, BY_ROW, tile)
         products = finish_products(products, tile)
-        arrive(shared.k.empty, y + 1)
+        arrive(shared.k.empty, (y + 2) * K_PIECES - 1)
         sums = join(sums, products, tile)
         p = operand(P, words, TYPE, call, tile)
         sums = rescale(sums, alpha, rescaled(alpha, v_scale, v_next, tile), tile)
@@ -139,14 +141,56 @@ def loop_over_keys(
 
 
 @gluon.jit
-def first_logits(q, k, TYPE: gl.constexpr, HALF: gl.constexpr, tile: gl.constexpr):
-    """Compute Q K^T, or only the first HALF of its columns."""
+def queries(W: gl.constexpr, shared, n, y, tile: gl.constexpr):
+    """Return Q of warpgroup W's tile n. With K in pieces, ptxas would keep all its addresses."""
+    at = n % tile.Q_STAGES * tile.WARPGROUPS + W
+    if tile.K_PIECES == 1:
+        return tile_of(shared.q.memory, at * (16 // tile.QK_BITS))
+    else:
+        return tile_in_loop(shared.q.memory, at, y)
+
+
+@gluon.jit
+def first_logits(q, channel, y, TYPE: gl.constexpr, HALF: gl.constexpr, tile: gl.constexpr):
+    """Compute Q K^T of key tile y, or only the first HALF of its columns."""
     COLUMNS: gl.constexpr = tile.B_C // 2 if HALF else tile.B_C
-    seen = ()
-    for p in gl.static_range(len(k)):
-        seen += (k[p].slice(0, COLUMNS, 0),)
     zero = gl.zeros([64, COLUMNS], TYPE, accumulator(COLUMNS, tile.QK_BITS))
-    return warpgroup_mma_wait(0, [contract(q, seen, zero)])
+    return warpgroup_mma_wait(0, [release_pieces(start_logits(q, channel, y, zero, tile), channel, y, 0, tile)])
+
+
+@gluon.jit
+def start_logits(q, channel, y, zero, tile: gl.constexpr):
+    """Start S = Q K^T of key tile y, of as many keys as `zero` has columns. K's first piece has come."""
+    K_PIECES: gl.constexpr = tile.K_PIECES
+    S = zero
+    for p in gl.static_range(K_PIECES):
+        n = y * K_PIECES + p
+        if p > 0:
+            wait(channel.full, n)
+        k = rows_of(tile_at(channel.memory, n), 0, zero.shape[1])
+        S = contract(part_of_columns(q, p, K_PIECES), k, S, p > 0)
+    return S
+
+
+@gluon.jit
+def part_of_columns(pieces, PART: gl.constexpr, PARTS: gl.constexpr):
+    """Return one of so many parts of the columns, which lies in a single piece if there are several."""
+    if PARTS == 1:
+        return pieces
+    else:
+        SIZE: gl.constexpr = pieces[0].shape[1]
+        COLUMNS: gl.constexpr = SIZE * len(pieces) // PARTS
+        return (pieces[PART * COLUMNS // SIZE].slice(PART * COLUMNS % SIZE, COLUMNS, 1),)
+
+
+@gluon.jit
+def release_pieces(S, channel, y, LATER: gl.constexpr, tile: gl.constexpr):
+    """Release the pieces of K but for the last, as S has used them. LATER products were started after S."""
+    K_PIECES: gl.constexpr = tile.K_PIECES
+    for p in gl.static_range(K_PIECES - 1):
+        S = warpgroup_mma_wait(LATER + K_PIECES - 1 - p, [S])
+        arrive(channel.empty, y * K_PIECES + p)
+    return S
 
 
 @gluon.jit

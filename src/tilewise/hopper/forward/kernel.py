@@ -70,6 +70,11 @@ class Tile(NamedTuple):
     """Counts the rows of a page of a cache, 0 if it is contiguous; None where keys are in no cache."""
     V_PARTS: int = 1
     """Counts the parts of V's columns: a program computes one of D_V columns, so a tile of queries comes so often."""
+    K_PIECES: int = 1
+    """Counts the pieces of K's columns that each have stages of their own. Where K does not fit twice, the first pieces
+    of the next tile come while the last of this one are multiplied."""
+    RESCALE_LATE: bool = False
+    """Says whether O takes its factor while the next S is under way. ptxas moves that before S's last piece."""
     LOCATE_EARLY: bool = False
     """Says whether the first tile is located while earlier kernels run: no tensor tells where it is."""
 
@@ -95,8 +100,10 @@ class Shared(NamedTuple):
     o: object
     """Is the memory of q, through which O leaves, in O's type."""
     k: object
+    """Has K_PIECES uses for each key tile."""
     v: object
-    """Shares `empty` with k: it is complete for use n when the products with K's use n and V's use n - 1 are over."""
+    """Shares `empty` with k: it is complete for the last piece of key tile y when the products with K's y and V's y - 1
+    are over."""
     tile_ids: object
     bits: object
     """Holds the channel of dropout bits, or None."""
@@ -129,7 +136,8 @@ def attention_forward(
     DROPOUT_WARPS: gl.constexpr = tile.DROPOUT_WARPS
     REGISTERS: gl.constexpr = tile.REGISTERS
     shape = counts_of(shape)
-    done = barriers(KV_STAGES, WARPGROUPS)
+    K_STAGES: gl.constexpr = KV_STAGES * tile.K_PIECES
+    done = barriers(K_STAGES, WARPGROUPS)
     if tile.QK_BITS == 8:
         o = allocate(O, O.dtype, Q_STAGES * WARPGROUPS, 64, tile.D)
         q = (triton_compat.reinterpret(o[0], Q.dtype, [2 * Q_STAGES * WARPGROUPS, 1, 1, 64, tile.D], Q.layout),)
@@ -140,7 +148,7 @@ def attention_forward(
     shared = Shared(
         Channel(q, barriers(Q_STAGES, 1), barriers(Q_STAGES, WARPGROUPS)),
         o,
-        Channel(allocate(K, K.dtype, KV_STAGES, B_C, tile.D), barriers(KV_STAGES, 1), done),
+        Channel(allocate(K, K.dtype, K_STAGES, B_C, tile.D // tile.K_PIECES), barriers(K_STAGES, 1), done),
         Channel(values(V, KV_STAGES, tile), barriers(KV_STAGES, 1), done),
         tile_channel(WARPGROUPS + 1 if DROPOUT_WARPS else WARPGROUPS),
         bits(64, WARPGROUPS, 1) if DROPOUT_WARPS else None,

@@ -19,6 +19,8 @@ def load(Q, K, V, shared, counter, call, codes, tile: gl.constexpr):
     B_C: gl.constexpr = tile.B_C
     Q_STAGES: gl.constexpr = tile.Q_STAGES
     FETCH_EARLY: gl.constexpr = tile.FETCH_EARLY
+    K_PIECES: gl.constexpr = tile.K_PIECES
+    COLUMNS: gl.constexpr = tile.D // K_PIECES
     if not tile.LOCATE_EARLY:
         wait_dependencies()
     t = gl.program_id(0)
@@ -44,15 +46,22 @@ def load(Q, K, V, shared, counter, call, codes, tile: gl.constexpr):
             j_before = 0
             for x in range(count + 1):  # K one tile ahead of V: the order in which they are used
                 j = j_before
-                wait_before(shared.k.empty, y)
+                wait_before(shared.k.empty, y * K_PIECES)
                 if x < count:
                     j = key_tile(call.variant, loop, loop.hi - 1 - x)
                     if tile.PAGE is None:
-                        bar = expect(shared.k.full, y, bytes_of(K.block_type, tile.D))
-                        load_pieces(K, b, h_k, k_row + j * B_C, bar, shared.k.memory, y % tile.KV_STAGES)
+                        for p in gl.static_range(K_PIECES):
+                            u = y * K_PIECES + p
+                            if p > 0:
+                                wait_before(shared.k.empty, u)
+                            bar = expect(shared.k.full, u, bytes_of(K.block_type, COLUMNS))
+                            at = u % (K_PIECES * tile.KV_STAGES)
+                            load_pieces(K, b, h_k, k_row + j * B_C, bar, shared.k.memory, at, p * COLUMNS)
                     else:
                         load_rows(K, shared.k, y, call, place, h_k, k_row + j * B_C, tile)
                 if x > 0:
+                    if K_PIECES > 1:
+                        wait_before(shared.k.empty, (y + 1) * K_PIECES - 1)
                     if tile.PAGE is None:
                         row, code_row = k0 + j_before * B_C, k_row + j_before * B_C
                         load_values(V, shared.v, y - 1, b, h_k, row, code_row, column, tile)

@@ -85,15 +85,20 @@ def skip_tiles(W: gl.constexpr, shared, y, count, tile: gl.constexpr):
     ping-pong all the same."""
     WARPGROUPS: gl.constexpr = tile.WARPGROUPS
     PINGPONG: gl.constexpr = tile.PINGPONG
+    K_PIECES: gl.constexpr = tile.K_PIECES
     for _ in range(count):
-        wait(shared.k.full, y)
+        for p in gl.static_range(K_PIECES):
+            wait(shared.k.full, y * K_PIECES + p)
         if PINGPONG:
             named_barrier("sync", W)
             named_barrier("arrive", (W + 1) % WARPGROUPS)
         if shared.bits is not None:
             wait(shared.bits.full, y * WARPGROUPS + W)
             arrive(shared.bits.empty, y * WARPGROUPS + W)
-        arrive(shared.k.empty, y)
+        for p in gl.static_range(K_PIECES):
+            arrive(shared.k.empty, y * K_PIECES + p)
+        if tile.KV_STAGES == 1:  # of one stage, each use is waited for: the phase after the next looks the same
+            wait(shared.v.full, y)
         y += 1
     return y
 

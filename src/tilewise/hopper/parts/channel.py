@@ -108,6 +108,12 @@ def end_block(y):
 
 
 @gluon.jit
+def here(x):
+    """Return fp32 numbers as they are, but not before what stands above has been issued."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def wait_dependencies():
     """Wait until the kernels launched before this one are complete, so that the threads that wait can read what those
     wrote. Only a launch with `launch_pdl` begins earlier."""

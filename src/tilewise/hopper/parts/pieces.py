@@ -103,11 +103,11 @@ def tile_in_loop(memory, n, y):
 
 
 @gluon.jit
-def rows_of(pieces, ROW: gl.constexpr):
-    """Return 64 rows of all pieces, from ROW on."""
+def rows_of(pieces, ROW: gl.constexpr, COUNT: gl.constexpr = 64):
+    """Return COUNT rows of all pieces, from ROW on."""
     found = ()
     for p in gl.static_range(len(pieces)):
-        found += (pieces[p].slice(ROW, 64, 0),)
+        found += (pieces[p].slice(ROW, COUNT, 0),)
     return found
 
 
@@ -123,11 +123,10 @@ def halves_of(parts):
 
 
 @gluon.jit
-def contract(q, k, zero):
-    """Start Q K^T."""
-    S = zero
+def contract(q, k, S, ADD: gl.constexpr = False):
+    """Start Q K^T, or S += Q K^T with ADD."""
     for p in gl.static_range(len(q)):
-        S = warpgroup_mma(q[p], k[p].permute((1, 0)), S, use_acc=p > 0, is_async=True)
+        S = warpgroup_mma(q[p], k[p].permute((1, 0)), S, use_acc=ADD or p > 0, is_async=True)
     return S
 
 
