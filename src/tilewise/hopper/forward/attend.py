@@ -41,7 +41,7 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
         q = queries(W, shared, n, y, tile)
         part = part_of(loop, place, row0, call.variant, tile)
         column = column_of(t, tile)
-        y = skip_tiles(W, shared, y, loop.hi - part.hi, tile)
+        y = skip_tiles(W, shared, y, loop.hi - part.hi, tile, tile.K_PIECES)
         o, m, l, lse_shift, t, y = loop_over_keys(
             W, O.dtype, shared, q, codes, place, loop, part, row0, q0, k0, n, y, call, c, tile
         )
@@ -50,7 +50,7 @@ def attend(W: gl.constexpr, O, O_rows, L, shared, unused, call, c, codes, tile: 
         if tile.BOUNDED:
             m = gl.where(l == 0.0, float("-inf"), m)
         write(o, m, l, O, O_rows, L, shared.o, at, place, q0, row0, column, call, lse_shift, c is None, tile)
-        y = skip_tiles(W, shared, y, part.lo - loop.lo, tile)
+        y = skip_tiles(W, shared, y, part.lo - loop.lo, tile, tile.K_PIECES)
         if tile.Q_STAGES == 1:
             tma.store_wait(0)
             arrive(shared.q.empty, n)

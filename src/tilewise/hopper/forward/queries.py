@@ -80,12 +80,11 @@ def part_of(loop, place, row0, variant, tile: gl.constexpr):
 
 
 @gluon.jit
-def skip_tiles(W: gl.constexpr, shared, y, count, tile: gl.constexpr):
+def skip_tiles(W: gl.constexpr, shared, y, count, tile: gl.constexpr, K_PIECES: gl.constexpr = 1):
     """Skip `count` key tiles that warpgroup W has no use for, and return the next tile's number. W takes part in
     ping-pong all the same."""
     WARPGROUPS: gl.constexpr = tile.WARPGROUPS
     PINGPONG: gl.constexpr = tile.PINGPONG
-    K_PIECES: gl.constexpr = tile.K_PIECES
     for _ in range(count):
         for p in gl.static_range(K_PIECES):
             wait(shared.k.full, y * K_PIECES + p)
