@@ -151,11 +151,12 @@ def forward_tile(p: Problem, row: Forward, warps: int) -> kernels.Tile:
     masked_loop = needs_mask_in_loop(p, 64, row.B_c)
     half_first_tile = row.B_c == row.B_r == 128 and under_diagonal(p, row.B_c)
     pingpong = row.pingpong and row.warpgroups > 1
+    k_pieces = 4 if padded(p) > 256 else 1  # beside Q, K of 64 keys fits once
     tile = kernels.Tile(
         row.warpgroups, row.B_c, *columns(p, FORWARD), row.q_stages, row.kv_stages,
         pingpong, masked_loop, half_first_tile, row.fetch_early, warps, row.wait_pv, bounded(p), row.registers,
-        PAGE=p.layout.page(p), V_PARTS=cdiv(p.D_v, columns(p, FORWARD).of_v), K_PIECES=row.k_pieces,
-        RESCALE_LATE=row.k_pieces > 1 and not bounded(p),
+        PAGE=p.layout.page(p), V_PARTS=cdiv(p.D_v, columns(p, FORWARD).of_v), K_PIECES=k_pieces,
+        RESCALE_LATE=k_pieces > 1 and not bounded(p),
     )  # fmt: skip
     return with_codes(p, tile) if p.products.codes else tile
 

@@ -32,7 +32,6 @@ class Forward(NamedTuple):
     registers: int
     programs: int = 1
     """Counts the programs of a multiprocessor, which share its registers; not one of `Tile`'s fields."""
-    k_pieces: int = 1
 
     @property
     def B_r(self) -> int:  # noqa: N802
@@ -56,7 +55,7 @@ FORWARD: dict[Any, Forward] = {
     192: Forward(2, 64, 1, 3, pingpong=False, fetch_early=True, wait_pv=0, registers=240),
     224: Forward(2, 64, 1, 2, pingpong=False, fetch_early=True, wait_pv=0, registers=240),
     (192, 128): Forward(2, 128, 1, 2, pingpong=False, fetch_early=True, wait_pv=0, registers=240),
-    (512, 256): Forward(2, 64, 1, 1, pingpong=False, fetch_early=True, wait_pv=1, registers=240, k_pieces=4),
+    (512, 256): Forward(2, 64, 1, 1, pingpong=False, fetch_early=True, wait_pv=1, registers=240),
 }
 """By the columns of a row in shared memory, with those of V where they differ, or with what a call is like."""
 

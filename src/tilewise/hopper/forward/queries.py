@@ -96,7 +96,7 @@ def skip_tiles(W: gl.constexpr, shared, y, count, tile: gl.constexpr, K_PIECES: 
             arrive(shared.bits.empty, y * WARPGROUPS + W)
         for p in gl.static_range(K_PIECES):
             arrive(shared.k.empty, y * K_PIECES + p)
-        if tile.KV_STAGES == 1:  # of one stage, each use is waited for: the phase after the next looks the same
+        if tile.KV_STAGES == 1:  # else the next use is taken for complete: the phase of the one before looks the same
             wait(shared.v.full, y)
         y += 1
     return y
