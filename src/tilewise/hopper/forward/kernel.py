@@ -74,7 +74,7 @@ class Tile(NamedTuple):
     """Counts the pieces of K's columns that each have stages of their own. Where K does not fit twice, the first pieces
     of the next tile come while the last of this one are multiplied."""
     RESCALE_LATE: bool = False
-    """Says whether O takes its factor while the next S is under way. ptxas moves that before S's last piece."""
+    """Says whether O takes its factor once most of the next S is under way: that hides these multiplications."""
     LOCATE_EARLY: bool = False
     """Says whether the first tile is located while earlier kernels run: no tensor tells where it is."""
 
