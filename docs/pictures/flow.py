@@ -67,8 +67,8 @@ def operands(axes: Any, y: float, inner: Sequence[float], outer: Sequence[float]
 
 
 def flow_of_rows(axes: Any) -> None:
-    """`rows_of_keys`."""
-    axes.set_title("rows_of_keys: each group has half of the keys, the groups exchange dS")
+    """Each group has half of the keys."""
+    axes.set_title("to head size 128: each group has half of the keys, the groups exchange dS")
     x = COLUMNS[1]
     for w, (outer, inner) in zip(GROUPS, ((0.0, 0.85), (4.55, 3.7)), strict=True):
         sign = 1 if w == 0 else -1
@@ -82,9 +82,9 @@ def flow_of_rows(axes: Any) -> None:
     axes.set_ylim(4.9, -0.35)
 
 
-def flow_of_sides(axes: Any) -> None:
-    """`side_of_v` and `side_of_k`."""
-    axes.set_title("side_of_v, side_of_k: P goes one way, dS comes back")
+def flow_of_gradients(axes: Any) -> None:
+    """Each group has a gradient, and half of dQ's rows later."""
+    axes.set_title("beyond: each group has a gradient, and dQ = dS K comes later, from memory")
     top, middle, bottom = 0.0, 1.4, 2.8
     chain(axes, top, 0, *S_CHAIN)
     chain(axes, bottom, 1, *DP_CHAIN)
@@ -95,16 +95,24 @@ def flow_of_sides(axes: Any) -> None:
     arrow(axes, (p + 0.3, top + LOW / 2), (p + 0.3, middle - LOW / 2))
     arrow(axes, (p + 0.3, middle + LOW / 2), (p + 0.3, bottom - LOW / 2))
     arrow(axes, (ds - 0.3, bottom - LOW / 2), (ds - 0.3, middle + LOW / 2))
-    pieces(axes, middle, ["dQ, left half", "dQ, right half"], (ds + WIDTH / 2, middle))
+    kept, summed, stored = 7.4, 9.8, 12.2
+    box(axes, kept, middle, "dS of a chunk", MEMORY)
+    box(axes, stored, middle, "dQ", MEMORY)
+    arrow(axes, (ds + WIDTH / 2, middle), (kept - WIDTH / 2, middle), "store")
+    for w in GROUPS:
+        at = middle + (w - 0.5) * 0.7
+        box(axes, summed, at, "$dQ$ += $dS\\,K$", PALE[w])
+        arrow(axes, (kept + WIDTH / 2, middle), (summed - WIDTH / 2, at))
+        arrow(axes, (summed + WIDTH / 2, at), (stored - WIDTH / 2, middle))
     axes.set_ylim(3.15, -0.35)
 
 
 def backward_flow() -> Any:
     """The five products between registers and shared memory, shared out in both ways."""
-    figure, (rows, sides) = plt.subplots(2, figsize=(7.8, 5.6), height_ratios=[5.25, 3.5])
+    figure, (rows, gradients) = plt.subplots(2, figsize=(7.8, 5.6), height_ratios=[5.25, 3.5])
     flow_of_rows(rows)
-    flow_of_sides(sides)
-    for axes in (rows, sides):
+    flow_of_gradients(gradients)
+    for axes in (rows, gradients):
         axes.set_xlim(-0.4, 13.1)
         axes.set_axis_off()
     figure.tight_layout()

@@ -54,6 +54,7 @@ KERNELS = {
     "hopper backward": Kernel(
         (
             "hopper/backward/kernel.py:attention_backward",
+            "hopper/backward/kernel_by_gradient.py:attention_backward_by_gradient",
             "hopper/backward/preprocess.py:attention_backward_preprocess",
             "hopper/backward/postprocess.py:attention_backward_postprocess",
             "hopper/backward/deterministic.py:attention_backward_init_semaphore",

@@ -124,6 +124,7 @@ def cases(device: torch.device, quick: bool = False) -> list[Case]:
                 found += [Case(tokens // length, 2048 // D, length, D, dtype) for length in PLAIN[D]]
     for D, variant in IN_PIECES:
         found += [Case(2, 2048 // D, 8192, D, half, causal, variant=variant) for causal in (True, False)]
+    found.append(Case(2, 2048 // 192, 8192, 192, half, causal=True, dropout=0.1))
     return found
 
 

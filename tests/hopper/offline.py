@@ -47,7 +47,7 @@ CALLS = {
     256: ("causal", "dropout", "placed dropout", "grouped", "listed", "biased", "wide", "pages of 16"),
     96: ("causal", "scored", "wide varlen"),
     160: ("causal", "dropout"),
-    192: ("causal", "bounded", "latents", "latents, varlen", "latents, dropout"),
+    192: ("causal", "bounded", "dropout", "latents", "latents, long", "latents, varlen", "latents, dropout"),
     224: ("causal", "wide varlen"),
     512: ("causal", "scored", "varlen", "full"),
     576: ("MLA, 16 rows", "MLA, 32 rows"),
@@ -79,6 +79,7 @@ def calls() -> dict[str, dict[str, Any]]:
     return {
         "full": {},
         "latents": causal | {"D_v": 128},
+        "latents, long": causal | {"D_v": 128, "S": 16384},
         "latents, varlen": causal | {"D_v": 128, "layout": packed},
         "latents, dropout": causal | {"D_v": 128, "dropout": 0.1},
         "single": {"S": 64},
@@ -151,7 +152,7 @@ def launches(D: int, options: dict[str, Any]) -> list[Any]:
     pl = plan.plan(p)
     if p.layout.page(p) is not None or pl.backward is None:
         return launch.forward_launches(p, pl, x, saved, counter)
-    scratch, do = launch.empty_scratch(p, pl.backward_tile, pl.ready, q.device), torch.empty_like(of_o, dtype=q.dtype)
+    scratch, do = launch.scratch_of(p, pl, q.device), torch.empty_like(of_o, dtype=q.dtype)
     narrow = saved._replace(o=do)  # a backward reads o in q's type
     backward = launch.backward_launches(
         p, pl, x, narrow, do, torch.empty_like(lse), scratch, grads, counter,
@@ -160,7 +161,10 @@ def launches(D: int, options: dict[str, Any]) -> list[Any]:
     return [*launch.forward_launches(p, pl, x, saved, counter), *backward]
 
 
-MULTIPLY = ("attention_forward", "attention_forward_fp32", "attention_backward", "attention_decode")
+MULTIPLY = (
+    "attention_forward", "attention_forward_fp32", "attention_backward", "attention_backward_by_gradient",
+    "attention_decode",
+)  # fmt: skip
 BIASED = ("attention_backward_gather",)
 
 

@@ -36,6 +36,8 @@ class World:
         self.failure: BaseException | None = None
         self.here = threading.local()
         self.named: dict[tuple[int, int], Barrier] = {}
+        self.kept: dict[int, Any] = {}
+        """By the row from which on TMA stored a tile, whose it is."""
         self.events: list[tuple[Any, ...]] = []
 
     def record(self, *event: Any) -> None:
@@ -98,7 +100,8 @@ world = World()
 
 
 class Numbers:
-    """A tile of numbers, or a type or layout of one: whatever is done with it gives another."""
+    """A tile of numbers, or a type or layout of one: whatever is done with it gives another. Its value, or whose it is,
+    stays in products."""
 
     def __init__(self, value: Any = None) -> None:
         self.value = value
@@ -110,6 +113,9 @@ class Numbers:
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         return Numbers()
+
+    def to(self, *_: Any, **__: Any) -> "Numbers":
+        return self
 
     def split(self) -> Any:
         return Numbers(), Numbers()
@@ -140,7 +146,7 @@ class Scalar:
         return Scalar(-self.value)
 
     def to(self, _: Any) -> "Scalar":
-        return self
+        return Scalar(int(self.value))
 
 
 def plain(x: Any) -> Any:
@@ -172,7 +178,7 @@ def give_operators(name: str, function: Callable[[Any, Any], Any]) -> None:
 
     for turned, method in (("", left), ("r", right)):
         setattr(Scalar, f"__{turned}{name}__", method)
-        setattr(Numbers, f"__{turned}{name}__", Numbers.__call__)
+        setattr(Numbers, f"__{turned}{name}__", lambda self, _: Numbers(self.value))
 
 
 for _name, _function in OPERATORS.items():
@@ -212,7 +218,7 @@ class Memory:
 
     def __init__(self, shape: Sequence[int], cell: Any = None, row: int = 0, share: Any = None) -> None:
         self.shape, self.row, self.share = list(shape), row, share
-        self.cell = cell or SimpleNamespace(content=None, stages={}, barrier=None)
+        self.cell = cell or SimpleNamespace(content=None, stages={}, barrier=None, views={})
         self.dtype = self.layout = Numbers()
 
     def index(self, i: Any) -> "Memory":
@@ -313,8 +319,15 @@ def wait(bar: Memory, parity: Any) -> None:
 
 
 def load(box: Box, at: Sequence[Any], bar: Memory, memory: Memory) -> None:
-    memory.store((box.name, *map(int, at)))
+    memory.store((box.name, *world.kept.get(int(at[0]), ("zeros",))) if box.name == "ds" else (box.name, *map(int, at)))
     world.change(lambda: bar.cell.barrier.come(box.block_type.nbytes))
+
+
+def store(box: Box, at: Sequence[Any], memory: Any) -> None:
+    if box.name == "ds":
+        world.kept[int(at[0])] = memory.content.value
+    else:
+        world.record("stored", box.name, *map(int, at))
 
 
 def multiply(a: Any, b: Any, *_: Any, **__: Any) -> Numbers:
@@ -358,6 +371,8 @@ def load_number(at: Any, *_: Any, mask: Any = True, other: Any = None, **__: Any
 def reinterpret(memory: Memory, dtype: Any, shape: Sequence[int], layout: Any) -> Any:
     """The same memory in another type, or in panels of its columns."""
     in_panels = len(shape) == 5 and shape[0] * shape[-1] == memory.shape[0] * memory.shape[-1]
+    if isinstance(memory, Memory) and len(shape) == 3:
+        return memory.cell.views.setdefault(tuple(shape), Memory(shape))
     return Panels(memory, shape) if in_panels else Memory(shape)
 
 
@@ -403,7 +418,7 @@ NAMES = {
     "warpgroup_mma": multiply, "warpgroup_mma_wait": lambda _, x: x if len(x) > 1 else x[0],
     "triton_compat": SimpleNamespace(
         load=load, barrier=lambda: None, reinterpret=reinterpret,
-        store=lambda box, at, _: world.record("stored", box.name, *map(int, at)),
+        store=store,
         reduce_add=lambda box, at, _: world.record("added", int(at[0])),
     ),
 }  # fmt: skip

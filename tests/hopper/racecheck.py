@@ -35,8 +35,8 @@ ORDERED = {
     "control.py lead": ("control.py pass_on", FROM_A_WARP),
     "parts/queue.py send_tile": ("parts/queue.py receive_tile", FROM_A_WARP),
     "control.py pass_on": ("control.py collect", FROM_A_GROUP),
-    "backward/split_dkdv.py dv_group": ("backward/split_dkdv.py dk_group", FROM_A_GROUP),
-    "backward/by_gradient.py compute_dv": ("backward/by_gradient.py compute_dk", FROM_A_GROUP),
+    "backward/items.py send": ("backward/items.py receive", FROM_A_WARP),
+    "backward/by_gradient.py dv_of_keys": ("backward/by_gradient.py dk_of_keys", FROM_A_GROUP),
 }
 """Where something is written, where it is read, and what that is: in order by a warp's barrier or by an mbarrier."""
 WAITS = ("control.py wait", "parts/channel.py wait")

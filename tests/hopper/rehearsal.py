@@ -10,11 +10,15 @@ from hopper.pretend import INSTEAD, Box, Numbers, Pointer, Scalar, World, emitte
 
 from tilewise.call.operands import Grads, Operands
 from tilewise.call.problem import Problem
+from tilewise.hopper import by_gradient
 from tilewise.hopper.backward.gqa_reduce import GqaSums
+from tilewise.hopper.backward.items import Work
+from tilewise.hopper.backward.kernel_by_gradient import Tile as GradientTile
+from tilewise.hopper.counts import width_of_box
 from tilewise.hopper.forward.eight_bits import Codes
 from tilewise.hopper.fp32 import backward_launch as fp32_backward_launch
 from tilewise.hopper.parts.call import Scratch
-from tilewise.hopper.plan import FULL, mixed, plan, width_of_box
+from tilewise.hopper.plan import FULL, mixed, plan
 from tilewise.host.arguments import batch_of, odd, odd_counts, packed
 from tilewise.host.plan import Launched
 from tilewise.host.values import device_values
@@ -64,6 +68,26 @@ def store_inside(G, x, b, h, row, count, d_v, column):
         pretend.world.record("stored", G.name, 0, int(h), int(row), int(column))
 
 
+def gradient(P, dP, logs, delta, S, place, j0, *_):
+    """In place of dS: whose it is."""
+    return Numbers((int(place.b), int(place.h), int(place.i0), int(j0)))
+
+
+def sequence_of(cu, total, x, count, size):
+    """In place of a search by a warp."""
+    return max(b for b in range(int(count)) if not b or int((cu + b).get()) // size + b <= int(x))
+
+
+def range_of_ds(queries, work, call, tile):
+    """In place of one by a warp."""
+    items, dq = (functions(f"tilewise.hopper.backward.{name}") for name in ("items", "dq"))
+    tiles = int(call.shape.tiles)
+    pretend.wait_equal(items["keys_done"](work, queries.chunk, call.shape, tile), tiles)
+    numbers = range(max(int(queries.first), 0), min(int(queries.end), tiles))
+    found = [n for n in numbers for half in range(2) if dq["is_there"](queries, half, Scalar(n), work, call, tile)[1]]
+    return Scalar(min(found, default=tiles)), Scalar(max(found, default=-1) + 1)
+
+
 INSTEAD["tilewise.hopper.forward.attend"] = {"finalize": pair}
 INSTEAD["tilewise.hopper.forward.softmax"] = {
     "masked": masked, "row_max": pair, "top_of": pair, "any_below": lambda *_: Scalar(False),
@@ -73,8 +97,10 @@ INSTEAD["tilewise.hopper.parts.ragged"] = {
 }  # fmt: skip
 INSTEAD["tilewise.hopper.parts.dropout_bits"] = {"dropout_words": lambda *_: Numbers()}
 INSTEAD["tilewise.hopper.backward.gradients"] = {
-    "tile_probabilities": weights, "gradient": lambda *_: Numbers(), "rounded": lambda P, _: (P, P),
+    "tile_probabilities": weights, "gradient": gradient, "rounded": lambda P, _: (P, P),
 }  # fmt: skip
+INSTEAD["tilewise.hopper.backward.items"] = {"sequence_of": sequence_of}
+INSTEAD["tilewise.hopper.backward.dq"] = {"range_of_ds": range_of_ds}
 INSTEAD["tilewise.tile.gradients"] = {"seen": asked}
 INSTEAD["tilewise.hopper.fp32.backward"] = {"store_gradient": store_gradient}
 INSTEAD["tilewise.hopper.fp32.backward_products"] = {"split_registers": lambda x, PIECES: (x,) * PIECES}
@@ -120,10 +146,15 @@ def rehearse_backward(p: Problem, x: Operands, seen: torch.Tensor, programs: int
     pretend.world = World(programs)
     fp32 = p.dtype == torch.float32
     tile, made = made_in_fp32(p, x) if fp32 else (plan(p).backward_tile, plan(p).backward_shape)
+    split = isinstance(tile, GradientTile)
+    if split:  # as few chunks as may have memory
+        section = section if made.chunks == 1 else 1
+        made = made._replace(section=section, kept=min(2 * section, made.heads * made.chunks))
     shape = given(made._replace(section=section), odd_counts if not fp32 else tuple)
     packed, variant = packed_of(p, x), variant_of(p, x, listed(seen, tile.B_R, tile.B_C) if p.listed else None)
     heads, keys = p.B * p.H, p.B * p.H_k * made.key_tiles
-    dq_semaphore = semaphore_given(p, packed, variant, tile, made) if tile.SEMAPHORE_TILES else None
+    ordered = not split and tile.SEMAPHORE_TILES
+    dq_semaphore = semaphore_given(p, packed, variant, tile, made) if ordered else None
     gqa_sums = GqaSums(Numbers(), Pointer([0] * (2 * keys))) if tile.GQA_PROGRAMS > 1 else None
     counter = Pointer([0, 0])
     of_keys = 64 if fp32 else tile.B_C
@@ -133,9 +164,18 @@ def rehearse_backward(p: Problem, x: Operands, seen: torch.Tensor, programs: int
     L, D = (Box(name, 4 * tile.B_R) for name in "LD")
     dQ, dK, dV = (Box(name, 0, [8 if tile.D % 64 else 16, 256]) for name in ("dq", "dk", "dv"))
     if not fp32:
-        dK.block_shape, dV.block_shape = (box.block_shape for box in plan(p).boxes[7:])
+        dK.block_shape, dV.block_shape = (box.block_shape for box in plan(p).boxes[7:9])
     done = Pointer([0] * heads)
-    ready = None if fp32 or tile.SPLIT_DKDV or packed else Pointer([0] * made.heads)
+    if split:
+        dQ.block_shape, dS = plan(p).boxes[9].block_shape, Box("ds", 2 * tile.B_R * tile.B_C)
+        counts = made.semaphores + by_gradient.tiles_of_ds(tile, made) + 2 * made.heads * made.chunks
+        work = Work(Pointer([0] * counts), Numbers() if made.chunks > 1 else None, gqa_sums, None, counter)
+        work = work._replace(shift=Numbers() if p.biased else None)
+        kernel = functions("tilewise.hopper.backward.kernel_by_gradient")["attention_backward_by_gradient"]
+        strides = tuple([rows_of(p, box) for box in (dQ, dK, dV)])
+        perform(kernel, (q, k, v, do, L, D, dS, dQ, dK, dV, strides, work, packed, variant, shape, tile), counter)
+        return Rehearsal(tile, made, pretend.world.events)
+    ready = None if fp32 or packed else Pointer([0] * made.heads)
     scratch = Scratch(
         Numbers(), Numbers(), Numbers(), dq_semaphore, ready, gqa_sums, done, Numbers() if p.biased else None
     )

@@ -10,7 +10,9 @@ from hopper.rehearsal import Rehearsal, rehearse_backward
 from hopper.scenes import ENDS, MASKS, H, blocks, packed
 
 import tilewise as tw
-from tilewise.hopper.plan import width_of_box
+from tilewise.hopper import by_gradient
+from tilewise.hopper.backward.kernel_by_gradient import Tile as GradientTile
+from tilewise.hopper.counts import width_of_box
 
 
 def rehearsed(M, N, D, H_k, mask, programs=3, section=2, **given):
@@ -56,14 +58,16 @@ def faults(found: Rehearsal, H_k, sequences) -> Iterator[str]:
         if where not in masks or not masks[where].all() or masks[where].shape != (tile.B_R, 64):
             yield f"{where} needs the mask"
     yield from (f"query head {h} meets key head {h_k}" for h, h_k in read.pairs if h * H_k // H != h_k)
+    if isinstance(tile, GradientTile):
+        yield from faults_of_dq(read, masks, numbers)
     loops = Counter((h, i) for h, i, _ in read.lists)
     pieces = tile.D * tile.B_R // read.block // 256
-    for where, number in numbers.items():
+    for where, number in numbers.items() if not isinstance(tile, GradientTile) else ():
         for piece in range(pieces):  # of a single one, both groups add their part
             if read.adds[number * pieces + piece] != loops[where] * (2 if pieces == 1 else 1):
                 yield f"dQ of {where} gets {read.adds[number * pieces + piece]} pieces {piece}"
     rows = {k0 + j for _, k0, seen in sequences for j in range(0, seen.shape[2], 64)}
-    halves = not read.fp32 and tile.SPLIT_DKDV
+    halves = isinstance(tile, GradientTile)
     for box in ((g, h, row) for g in ("dk", "dv") for h in range(H_k) for row in rows):
         if read.boxes[box] != 1 + both:
             yield f"{box} is stored {read.boxes[box]} times"
@@ -71,6 +75,17 @@ def faults(found: Rehearsal, H_k, sequences) -> Iterator[str]:
         step = min(128, width_of_box(size)) if halves else width_of_box(size)
         if read.columns[box] != set(range(0, size, step)):
             yield f"{box} is stored from columns {read.columns[box]} on"
+
+
+def faults_of_dq(read, masks, numbers) -> Iterator[str]:
+    """What goes wrong with dQ = dS K."""
+    for where, part in masks.items():
+        if read.summed[where] != 1 and (read.summed[where] or part.any()):
+            yield f"dS of {where} is multiplied {read.summed[where]} times"
+    columns = set(range(0, read.tile.D, min(128, width_of_box(read.tile.D))))
+    for h, row in numbers:
+        if read.boxes["dq", h, row] != 1 or read.columns["dq", h, row] != columns:
+            yield f"dQ of {h, row} is stored {read.boxes['dq', h, row]} times"
 
 
 def first_box(content):
@@ -86,11 +101,20 @@ class Reader:
         self.fp32 = hasattr(tile, "PIECES")
         self.block = 8 if tile.D % 64 else 16
         """Rows of a box of dQ's sums."""
-        self.products, self.placed, self.asked, self.adds, self.boxes = (Counter() for _ in range(5))
+        self.products, self.placed, self.asked, self.adds, self.boxes, self.summed = (Counter() for _ in range(6))
         self.lists, self.pairs, self.columns = set(), set(), defaultdict(set)
 
     def product(self, left, row, right):
-        """Of K and Q; of their pieces the first alone counts."""
+        """Of K and Q, or of dS and K; of their pieces the first alone counts."""
+        if left[0] == "ds":
+            (_, *whose), (_, _, h_k, row, column) = left, first_box(right)
+            if whose != ["zeros"] and not column:
+                b, h, i, j = whose
+                q0, k0, _ = self.sequences[b]
+                assert k0 + j == row, "dS of other keys"
+                self.summed[h, q0 + i, row] += 1
+                self.pairs.add((h, h_k))
+            return
         if first_box(left)[0] != "k" or (self.fp32 and (left[1] or right[1])):
             return
         if self.fp32:
@@ -134,7 +158,7 @@ def test_every_tile_is_multiplied_once(mask, D, H_k):
 
 PIECES = {
     (192, 128): (192, 128), (184, 120): (192, 128), (176, 176): (192, 192), (96, 96): (96, 96), (72, 80): (96, 96),
-    (160, 160): (160, 160), (224, 216): (224, 224),
+    (160, 160): (160, 160), (224, 216): (256, 256),
 }  # fmt: skip
 """Head sizes, and the columns of their rows in shared memory."""
 
@@ -220,3 +244,43 @@ def test_loops_share_keys():
     tile, wrong = rehearsed(2560, 512, 128, 1, tw.Causal(), section=3)
     assert tile.GQA_PROGRAMS > 1
     assert not wrong
+
+
+@pytest.mark.parametrize("programs", [1, 3, 8])
+@pytest.mark.parametrize("H_k", [8, 1])
+@pytest.mark.parametrize("D", [160, 256])
+@pytest.mark.parametrize("mask", MASKS)
+def test_loops_of_several_chunks(mask, D, H_k, programs, monkeypatch):
+    monkeypatch.setattr(by_gradient, "MOST_TILES", 3)
+    p, x = call(512, 512, D, H, H_k, batch=(1,), mask=MASKS[mask], backend="hopper")
+    seen = MASKS[mask].dense(512, 512).reshape(-1, 512, 512).expand(H, 512, 512)
+    found = rehearse_backward(p, x, seen, programs, 1)
+    assert found.shape.chunks == 3
+    assert not list(faults(found, H_k, [(0, 0, seen)]))
+
+
+@pytest.mark.parametrize("H_k", [8, 2])
+@pytest.mark.parametrize("D", [192, 256])
+@pytest.mark.parametrize("mask", ["full", "causal", "window"])
+def test_packed_sequences_of_several_chunks(mask, D, H_k, monkeypatch):
+    monkeypatch.setattr(by_gradient, "MOST_TILES", 3)
+    layout, sequences = packed(MASKS[mask])
+    p, x = call(int(ENDS[-1]), int(ENDS[-1]), D, H, H_k, batch=(), mask=MASKS[mask], layout=layout, backend="hopper")
+    found = rehearse_backward(p, x, torch.empty(0), 5, 1)
+    assert found.shape.chunks > 3
+    assert not list(faults(found, H_k, sequences))
+
+
+@pytest.mark.parametrize(("M", "N"), [(300, 700), (700, 300), (65, 129), (1, 500), (449, 449)])
+@pytest.mark.parametrize("mask", ["full", "causal", "window"])
+def test_ragged_lengths_by_gradient(mask, M, N):
+    _, wrong = rehearsed(M, N, 256, 2, MASKS[mask], 4)
+    assert not wrong
+
+
+@pytest.mark.parametrize("mask", [tw.Causal(), tw.Window(150, 30)], ids=str)
+def test_a_function_may_show_more_queries_a_key_than_keys_a_query(mask):
+    behind = tw.Mask.of(lambda b, h, i, j: (j <= i // 4) & (j > i // 4 - 100))
+    for shown in (behind, behind & mask):
+        _, wrong = rehearsed(1024, 1024, 192, 8, shown)
+        assert not wrong

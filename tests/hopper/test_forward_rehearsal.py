@@ -12,8 +12,8 @@ from hopper.rehearsal import Rehearsal, rehearse_forward
 from hopper.scenes import ENDS, MASKS, H, packed
 
 import tilewise as tw
+from tilewise.hopper.counts import width_of_box
 from tilewise.hopper.parts.pieces import pieces_of
-from tilewise.hopper.plan import width_of_box
 
 
 def rehearsed(M, N, D, H_k, mask, programs=3, changed=None, **given):

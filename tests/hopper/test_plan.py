@@ -14,10 +14,11 @@ from hopper.calls import call, problem
 import tilewise as tw
 from tilewise.call.backend import BACKWARD, FORWARD, planned
 from tilewise.call.recipe import KINDS
+from tilewise.hopper import by_gradient
 from tilewise.hopper.backward import scores as backward_scores
 from tilewise.hopper.fp32 import backward_launch as fp32_backward_launch
 from tilewise.hopper.fp32 import launch as fp32_launch
-from tilewise.hopper.launch import backward_launches, empty_scratch, forward_launches
+from tilewise.hopper.launch import backward_launches, forward_launches, scratch_of
 from tilewise.hopper.parts import scores
 from tilewise.hopper.plan import POSTPROCESS_PROCESSORS, main_programs, plan
 from tilewise.hopper.tiles import BIAS, padded
@@ -50,7 +51,7 @@ def tiles(seen, rows, columns):
             yield start, [block[:, t * columns : (t + 1) * columns] for t in range(last, -1, -1)]
 
 
-@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("D", [64, 128])
 def test_a_loop_over_many_heads_needs_the_mask_where_each_of_them_begins(D):
     for M, N in ((512, 512), (512, 1024), (300, 512)):
         assert launched(M, N, D, H_k=2, mask=tw.Causal()).backward_tile.MASK_IN_LOOP
@@ -74,6 +75,24 @@ def test_query_heads_that_share_keys_are_divided_among_programs(M, H, H_k, deter
     pl = launched(M, M, 128, H=H, H_k=H_k, mask=tw.Causal(), deterministic=deterministic)
     assert (pl.backward_tile.GROUP, pl.backward_tile.GQA_PROGRAMS) == (heads, H // H_k // heads)
     assert pl.backward_shape.heads == 2 * H // heads
+
+
+@pytest.mark.parametrize(
+    ("N", "mask", "chunks", "kept", "mebibytes"),
+    [
+        (8192, tw.Full(), 1, 4, 512),
+        (8192, tw.Causal(), 1, 4, 258),  # two key tiles share a row of 129 tiles
+        (8192, tw.Causal() & tw.Window(300, 0), 1, 4, 28),  # 7 blocks of queries see a key tile
+        (16384, tw.Full(), 2, 3, 768),
+        (16384, tw.Causal(), 2, 3, 385),
+        (1024, tw.Full(), 1, 8, 16),  # all heads
+    ],
+    ids=str,
+)
+def test_a_few_sections_have_memory_for_ds(N, mask, chunks, kept, mebibytes):
+    pl = launched(N, N, 192, D_v=128, mask=mask, backend="hopper")
+    assert (pl.backward_shape.chunks, pl.backward_shape.kept) == (chunks, kept)
+    assert by_gradient.tiles_of_ds(pl.backward_tile, pl.backward_shape) * 8192 >> 20 == mebibytes
 
 
 def test_a_score_that_bounds_the_logits_spares_the_running_maximum():
@@ -102,7 +121,7 @@ def test_what_is_left_out_is_what_the_mask_leaves_out(mask, D):
                     assert all(bool(part.all()) for part in found_tiles[1:]), (M, N, start)
                 if forward.HALF_FIRST_TILE and start % pl.forward.B_r == 0:
                     assert not bool(found_tiles[0][:, forward.B_C // 2 :].any()), (M, N, start)
-            if not pl.backward_tile.MASK_IN_LOOP:
+            if D <= 128 and not pl.backward_tile.MASK_IN_LOOP:
                 own = 64 if pl.backward_tile.HALF_LOOPS else pl.backward.B_c  # keys of one loop
                 flipped = seen[b].flip(0, 1).T  # the first query tile that keys see becomes the last key tile
                 if M % pl.backward.B_r == 0 and N % pl.backward.B_c == 0:
@@ -247,7 +266,7 @@ def test_a_listed_mask_has_two_lists_which_no_launch_writes_again(dtype, monkeyp
     else:
         pl = plan(p)
         of_forward, back = forward_launches(p, pl, x, saved, counter), pl.backward
-        scratch = empty_scratch(p, pl.backward_tile, pl.ready, x.q.device)
+        scratch = scratch_of(p, pl, x.q.device)
         of_backward = backward_launches(p, pl, x, saved, saved.o, None, scratch, empty_grads(p, x), counter)
     assert (lists[0].B_r, lists[0].B_c) == (pl.forward.B_r, pl.forward.B_c)
     assert (lists[1].B_r, lists[1].B_c) == (back.B_r, back.B_c)
@@ -266,17 +285,17 @@ def test_logits_with_a_bias_are_shifted_from_shared_memory(biased, D):
     p, x = call(512, 512, D, score=score)
     p = p._replace(wanted=(True,) * biased)
     pl, grads, saved = plan(p), empty_grads(p, x), empty_saved(p, x, None)
-    scratch, counter = empty_scratch(p, pl.backward_tile, pl.ready, x.q.device), torch.zeros(2, dtype=torch.int32)
+    scratch, counter = scratch_of(p, pl, x.q.device), torch.zeros(2, dtype=torch.int32)
     sums = empty_sums(p, x, grads, BIAS[padded(p)]) if biased else []
     found = backward_launches(p, pl, x, saved, saved.o, None, scratch, grads, counter, sums)
     assert (scratch.shift is not None) == biased
     scores = {one.kernel.fn.__name__: len(a.scores) for one in found for a in one.arguments if isinstance(a, Variant)}
-    assert scores["attention_backward"] == 1
+    assert scores["attention_backward" if D == 128 else "attention_backward_by_gradient"] == 1
     assert scores.get("attention_backward_gather") == (2 if biased else None)
 
 
 def test_a_margin_leaves_multiprocessors_free():
-    code = "import torch; from tilewise.hopper.plan import processors; print(processors(torch.device('cpu')))"
+    code = "import torch; from tilewise.hopper.counts import processors; print(processors(torch.device('cpu')))"
     for margin, expected in (("0", "132"), ("8", "124"), ("500", "1")):
         environment = {**os.environ, "TILEWISE_MARGIN": margin}
         done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)

@@ -34,7 +34,10 @@ def pair(kernel, file, *texts):
 TILE_ID = pair("attention_forward", "parts/queue.py", ".store(gl.full", ".load(")
 WAITED = (*TILE_ID[:2], line("parts/channel.py", "mbarrier.wait"))
 FETCHED = pair("attention_backward", "parts/queue.py", *["gl.num_programs(0) + gl.atomic_add"] * 2)
-SPLIT_DKDV = pair("attention_backward", "backward/split_dkdv.py", "shared.p.memory.store", "shared.p.memory.load")
+P = pair(
+    "attention_backward_by_gradient", "backward/by_gradient.py",
+    "stage(shared.p.memory, z).store", "stage(shared.p.memory, z).load",
+)  # fmt: skip
 ROLES = pair("attention_backward", "backward/kernel.py", "def attention_backward(", "gl.warp_specialize(")
 IN_IF = pair("attention_forward", "forward/kernel.py", "    if DROPOUT_WARPS:", "def attention_forward(")
 LOST = pair("attention_backward", "backward/gradients.py", "stage(shared.ds.memory", "shared.logs, y).load")
@@ -44,7 +47,7 @@ DRAW = pair("control", "control.py", *["gl.atomic_add"] * 2)
 START = pair("control", "control.py", "def send_dq(", "gl.warp_specialize(")
 KINDS = {
     racecheck.FROM_A_WARP: (WARP, TILE_ID, WAITED),
-    racecheck.FROM_A_GROUP: (GROUP, SPLIT_DKDV),
+    racecheck.FROM_A_GROUP: (GROUP, P),
     racecheck.DRAW: (DRAW, FETCHED),
     racecheck.LAUNCH: (START, ROLES, IN_IF),
     racecheck.ELSEWHERE: (LOST, (*LOST[:2], TILE_ID[2]), (TILE_ID[0], TILE_ID[1], LOST[2])),

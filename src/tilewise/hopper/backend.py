@@ -7,6 +7,7 @@ import torch
 from ..call.backend import BACKWARD, FORWARD, Pass, Plan, holding, import_kernels, planned
 from ..call.problem import Problem, TensorSpec
 from . import launch, plan
+from .counts import processors
 from .split_keys.choice import few_keys, splits
 from .tiles import KINDS, SINGLE, padded, precision
 
@@ -35,7 +36,7 @@ class Hopper:
         if p.target != "sm_90":
             return [f"it is written for sm_90, the tensors are on {p.target}"]
         fp32, largest, sizes = p.dtype == torch.float32, max(p.D, p.D_v), f"got {p.D} and {p.D_v}"
-        page, unordered = p.layout.page(p) or 0, recipe.deterministic and p.listed
+        page, unordered = p.layout.page(p) or 0, recipe.deterministic and p.listed and padded(p) <= 128
         wide = not fp32 and largest > 256 and not (splits(p) or _wide(p))
         against = {
             f"pages must have a multiple of 8 rows, got {page}": page % 8,
@@ -85,7 +86,7 @@ class Hopper:
 def _leaves_idle(p: Problem) -> bool:
     """Tell whether splitting keys is faster: for few queries, and where under a quarter of the multiprocessors have a
     tile, as it takes 4 times as long on all."""
-    return p.M < plan.FULL or 4 * plan.plan(p).programs < plan.processors(p.q.device)
+    return p.M < plan.FULL or 4 * plan.plan(p).programs < processors(p.q.device)
 
 
 def _wide(p: Problem) -> bool:

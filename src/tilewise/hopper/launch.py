@@ -39,19 +39,21 @@ from ..quantize.codes import blocks_of
 from ..tile.blocks import Tile
 from ..tile.ranges import Variant
 from ..tile.rows import Packed, RowValues
+from . import by_gradient
 from .backward import kernel as backward_kernel
 from .backward import preprocess
 from .backward import scores as backward_scores
 from .backward.deterministic import attention_backward_init_semaphore
 from .backward.gqa_reduce import GqaSums
 from .backward.postprocess import attention_backward_postprocess
+from .counts import gqa_sizes, width_of_box
 from .descriptors import Descriptor, addressable, box, sums_of_dq, vector
 from .forward import kernel as kernels
 from .forward.eight_bits import Codes as Scales
 from .parts import scores
 from .parts.call import Scratch
 from .parts.pieces import pieces_of
-from .plan import FULL, Plan, gqa_sizes, main_programs, mixed, plan, rest_of, width_of_box
+from .plan import FULL, Plan, main_programs, mixed, plan, rest_of
 from .tiles import BIAS, padded
 
 COUNTERS: dict[tuple[torch.device, int | None], Tensor] = {}
@@ -87,40 +89,47 @@ def forward_launches(p: Problem, pl: Plan, x: Operands, saved: Saved, counter: T
 
 
 def backward_launches(
-    p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, scratch: Scratch, grads: Grads,
+    p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, scratch: Any, grads: Grads,
     counter: Tensor, sums: Sequence[Tensor | None] = (),
 ) -> list[Launch]:  # fmt: skip
     """Return the launches of the backward: lists of tiles or the order of dQ's sums, preprocess, the main kernel, and
-    postprocess. The last two each begin while the kernel before ends. Then those for what learns."""
+    to head size 128 postprocess. The last two each begin while the kernel before ends. Then those for what learns."""
     where, lse, key = packed(p, x), saved.lse, unplanned(saved, do, dlse)
     parts, changes, _ = device_values(p, x.extra, backward_scores)
     lists, listing = tile_lists(p, pl, pl.backward, parts, x, by_key=True)
     variant = Variant(parts, changes, dropout(p, saved.seed), lists)
-    if p.recipe.deterministic:
-        listing = [order_launch(p, pl, pl.backward_tile, scratch, where, variant)]
     before = preprocess_launch(p, pl, saved.o, do, dlse, lse, scratch, grads, where, key)
-    main = main_launch(p, pl, x, do, scratch, grads, counter, where, variant, key)
-    after = postprocess_launch(p, pl, pl.backward_tile, scratch, grads.q, where)
+    shared = p, pl, x, do, scratch, grads, counter, where, variant, key
+    if pl.backward.split_dkdv:
+        main = [by_gradient.main_launch(*shared)]
+    else:
+        main = [main_launch(*shared), postprocess_launch(p, pl, pl.backward_tile, scratch, grads.q, where)]
+        if p.recipe.deterministic:
+            listing = [order_launch(p, pl, pl.backward_tile, scratch, where, variant)]
     renormalize, gathers = [], []
     if p.biased or sums:
-        shared = recompute(p, pl, x, saved, do, dlse, scratch)
-        renormalize = [renormalize_launch(shared)] if p.biased else []
-        gathers = [*gather_launches(shared, sums)] if sums else []
+        again = recompute(p, pl, x, saved, do, dlse, scratch)
+        renormalize = [renormalize_launch(again)] if p.biased else []
+        gathers = [*gather_launches(again, sums)] if sums else []
     sink = sink_launches(p, pl, x, lse, scratch.delta, pl.backward.B_r, grads, key)
-    return [*listing, before, *renormalize, main, after, *gathers, *sink]
+    return [*listing, before, *renormalize, *main, *gathers, *sink]
 
 
 def preprocess_launch(
-    p: Problem, pl: Plan, o: Tensor, do: Tensor, dL: Tensor | None, lse: Tensor, scratch: Scratch, grads: Grads,
+    p: Problem, pl: Plan, o: Tensor, do: Tensor, dL: Tensor | None, lse: Tensor, scratch: Any, grads: Grads,
     where: Packed | None, key: Any,
 ) -> Launch:  # fmt: skip
     """Return the preprocess launch, which writes row values and zeros."""
     row, D, shape, group = pl.backward, padded(p), pl.backward_shape, pl.backward_tile.GROUP
     per_program = 2048 // D
     tiles = cdiv(cdiv(p.M, row.B_r) * row.B_r, per_program)
-    zeroed = p.B * p.H if scratch.ready is None else shape.section * group
-    sums: Any = scratch.gqa_sums
-    semaphore, count = (scratch.done, 0) if sums is None else (sums.semaphore, sums.semaphore.numel())
+    if row.split_dkdv:
+        zeroed, semaphore, count = 0, scratch.counts, scratch.counts.numel()
+        scratch = Scratch(scratch.logs, scratch.delta, None, None, None, None, None, scratch.shift)
+    else:
+        zeroed = p.B * p.H if scratch.ready is None else shape.section * group
+        sums = scratch.gqa_sums
+        semaphore, count = (scratch.done, 0) if sums is None else (sums.semaphore, sums.semaphore.numel())
     arguments = (
         rows(o), rows(do), dL, lse, scratch._replace(gqa_sums=semaphore), where, unused(p, grads=grads), lengths(p)[0],
         p.H, tiles, shape.blocks, group, zeroed, count,
@@ -170,7 +179,7 @@ def postprocess_launch(p: Problem, pl: Any, tile: Any, scratch: Scratch, dq: Ten
 
 
 def recompute(
-    p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, scratch: Scratch
+    p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, scratch: Any
 ) -> Recompute:
     """Return what launches for row sums of P and for tensors of scores share. These are Triton kernels, which call
     Triton's masks and scores."""
@@ -184,6 +193,13 @@ def recompute(
         p, x.extra, operands, saved.lse, variant, pl.c, pl.backward_shape.blocks * block, block, tiles, constants, pl,
         unplanned(saved, do, dlse),
     )  # fmt: skip
+
+
+def scratch_of(p: Problem, pl: Plan, device: torch.device) -> Any:
+    """Allocate a backward's scratch, by keys or by gradient."""
+    if pl.backward.split_dkdv:
+        return by_gradient.empty_scratch(p, pl.backward_tile, pl.backward_shape, device)
+    return empty_scratch(p, pl.backward_tile, pl.ready, device)
 
 
 def empty_scratch(p: Problem, tile: Any, ready: int, device: torch.device) -> Scratch:
@@ -212,8 +228,10 @@ def scratch_sizes(p: Problem, tile: Any, ready: int) -> list[Any]:
     return [*found, zeroed, *gqa_sizes(p, tile.B_C, tile.GQA_PROGRAMS), size(torch.int32, p.B * p.H)]
 
 
-def each(scratch: Scratch) -> tuple[Any, ...]:
+def each(scratch: Any) -> tuple[Any, ...]:
     """Return all tensors of a scratch, and None in place of some."""
+    if isinstance(scratch, by_gradient.Scratch):
+        return scratch[:6] if scratch.shift is None else scratch
     sums: Any = scratch.gqa_sums or ()
     return *scratch[:5], *sums, scratch.done, *([] if scratch.shift is None else [scratch.shift])
 
@@ -261,9 +279,11 @@ def describe_forward(p: Problem, pl: Plan) -> list[str]:
 
 def describe_backward(p: Problem, pl: Plan) -> list[str]:
     """Describe the tiles of the backward."""
-    row = pl.backward
+    row, tile, memory = pl.backward, pl.backward_tile, []
+    if row.split_dkdv:
+        memory = [by_gradient.describe(p, tile, pl.backward_shape)]
     tiles = f"backward {row.B_r}x{row.B_c}, split by {'gradient' if row.split_dkdv else 'keys'}"
-    return [tiles, *in_pieces(pl.backward_tile), source_of_rows(p.q.device)]
+    return [tiles, *memory, *in_pieces(tile), source_of_rows(p.q.device)]
 
 
 def in_pieces(tile: Any) -> list[str]:
@@ -274,17 +294,23 @@ def in_pieces(tile: Any) -> list[str]:
 
 def repeat_backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor) -> Backward | None:
     """Return what repeats a backward; None if it needs more than new addresses."""
-    if p.recipe.deterministic or p.biased or addressable(do) is not do:
+    if p.biased or addressable(do) is not do:
         return None
-    logs, delta, dq, *rest = scratch_sizes(p, pl.backward_tile, pl.ready)
-    return repeated_backward(p, pl, (logs, delta, dq, None, *rest), x, saved, do, addresses_of(do.device))
+    if pl.backward.split_dkdv:
+        sizes = by_gradient.scratch_sizes(p, pl.backward_tile, pl.backward_shape)
+    elif p.recipe.deterministic:
+        return None
+    else:
+        logs, delta, dq, *rest = scratch_sizes(p, pl.backward_tile, pl.ready)
+        sizes = [logs, delta, dq, None, *rest]
+    return repeated_backward(p, pl, sizes, x, saved, do, addresses_of(do.device))
 
 
 def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None, dlse: Tensor | None) -> Grads:
     """Compute dq, dk, dv, and the gradients that extra tensors want."""
     do = torch.zeros_like(saved.o) if do is None else addressable(do)
     saved, dlse = with_contiguous_lse(saved, dlse)
-    grads, scratch = empty_grads(p, x), empty_scratch(p, pl.backward_tile, pl.ready, x.q.device)
+    grads, scratch = empty_grads(p, x), scratch_of(p, pl, x.q.device)
     stream = current_stream(x.q.device)
     zeros = counter(x.q.device, stream)
     sums = empty_sums(p, x, grads, BIAS[padded(p)])

@@ -3,7 +3,6 @@
 A `loop` here is one program's loop over the query tiles that see its key tile (see backward/keys.py).
 """
 
-import os
 from dataclasses import dataclass
 from math import gcd
 from typing import Any
@@ -12,22 +11,19 @@ import torch
 
 from ..call.operands import Operands
 from ..call.problem import Problem, empty_parts, once
-from ..call.recipe import KINDS
 from ..host.arguments import cdiv, lengths, scale_of
-from ..host.launch import multiprocessors
-from ..host.outputs import size, sizes
+from ..host.outputs import sizes
 from ..host.plan import Launched
 from ..quantize.codes import BLOCK_K, BLOCK_Q, blocks_of
 from ..tile.schedule import assign, assign_each
 from ..tile.softmax import LOG2E
-from ..values.value import OPEN
+from . import by_gradient
 from .backward import kernel as backward_kernel
+from .counts import MARGIN, dropout_warps, heads_per_loop, narrow, processors, width_of_box
 from .descriptors import Box, blocks_box, box
 from .forward import kernel as kernels
 from .tiles import BACKWARD, FORWARD, SHORT, Backward, Forward, Rows, columns, current, eight_bits_row, padded
 
-MARGIN = int(os.environ.get("TILEWISE_MARGIN", "0"))
-"""Multiprocessors that attention leaves free, for messages that travel beside it."""
 SECTION = 16
 """Run at least this many score matrices concurrently where tiles differ in length."""
 FULL = 64
@@ -42,9 +38,6 @@ without."""
 MANY, MANY_ALIKE = 12, 3
 """Let a multiprocessor have this many tiles of the backward before few matrices run concurrently. With fewer, some
 would idle in the tail, and sooner where tiles differ in length."""
-MOST_HEADS, SHORT_LOOP = 4, 2048
-"""Limit a loop of the backward to MOST_HEADS query heads, since its epilogue takes some time. Allow more while they
-have about SHORT_LOOP queries in all."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,16 +48,17 @@ class Plan(Launched):
     backward: Any
     """Is a row of BACKWARD; it and the next three are None where there is no backward."""
     backward_tile: Any
+    """Is as backward_shape of a kernel's file: of backward/kernel.py's, or of kernel_by_gradient.py's."""
     backward_shape: Any
     ready: Any
-    """Counts the loops of which the main kernel zeroes dQ; 0 where preprocess does: for packed sequences, and with the
-    dK/dV split, where ptxas would spill."""
+    """Counts the loops of which the main kernel zeroes dQ; 0 where preprocess does, for packed sequences."""
     c: float
     """Turns logits into base 2, as a factor."""
     forward_c: float | None
     """Holds it for the forward; None with a bias, whose forward keeps m in base e (tile/softmax.py)."""
     boxes: tuple[Box, ...]
-    """Describe q, k, v (or their codes) and o to the forward's TMA, then q, k, v, dk and dv to the backward's."""
+    """Describe q, k, v (or their codes) and o to the forward's TMA, then q, k, v, dk and dv to the backward's; with the
+    dK/dV split also dq."""
     programs: int
     shape: kernels.Shape
     constants: dict[str, Any]
@@ -110,13 +104,10 @@ def planned_backward(p: Problem, row: Backward, c: float) -> Any:
     wide, of_values = map(width_of_box, columns(p, BACKWARD))
     sides = (p.q, row.B_r, wide), (p.k, row.B_c, wide), (p.v, row.B_c, of_values)
     boxes = [box(t.shape, t.stride, rows, width, p) for t, rows, width in sides] + gradient_boxes(p, row)
+    if row.split_dkdv:
+        return by_gradient.backward_tile(p, row), by_gradient.backward_shape(p, row, c), 0, boxes
     shape = backward_shape(p, row, c)
-    return backward_tile(p, row), shape, 0 if row.split_dkdv or not p.layout.uniform else shape.heads, boxes
-
-
-def width_of_box(columns: int) -> int:
-    """Return the columns of a box of TMA: of a single piece all; else what divides all pieces, up to 128 bytes."""
-    return columns if columns in (64, 128, 256) else gcd(columns, 64)
+    return backward_tile(p, row), shape, shape.heads if p.layout.uniform else 0, boxes
 
 
 def operand_boxes(p: Problem, B_c: int) -> tuple[Box, Box, Box]:
@@ -138,12 +129,14 @@ def operand_boxes(p: Problem, B_c: int) -> tuple[Box, Box, Box]:
 
 
 def gradient_boxes(p: Problem, row: Backward) -> list[Box]:
-    """Describe dk and dv to TMA, with the strides that they will have."""
+    """Describe dk and dv to TMA, with the strides that they will have, and with the dK/dV split dq."""
     q, k, v = (torch.empty(t.shape, dtype=t.dtype, device="meta") for t in (p.q, p.k, p.v))
-    widths = map(width_of_box, columns(p, BACKWARD))
-    shapes = [(row.B_c, min(8192 // row.B_c, width)) if row.split_dkdv else (64, width) for width in widths]
-    parts = empty_parts(p, Operands(q, k, v, ()))[1:]
-    return [box(t.shape, t.stride(), *shape, p) for t, shape in zip(parts, shapes, strict=True)]
+    wide, of_values = map(width_of_box, columns(p, BACKWARD))
+    dq, dk, dv = empty_parts(p, Operands(q, k, v, ()))
+    if row.split_dkdv:  # two stages of P or dS hold a box
+        wide, of_values = min(128, wide), min(128, of_values)
+    found = [(dk, wide), (dv, of_values), (dq, wide)][: 3 if row.split_dkdv else 2]
+    return [box(t.shape, t.stride(), 64, width, p) for t, width in found]
 
 
 def forward_tile(p: Problem, row: Forward, warps: int) -> kernels.Tile:
@@ -151,12 +144,11 @@ def forward_tile(p: Problem, row: Forward, warps: int) -> kernels.Tile:
     masked_loop = needs_mask_in_loop(p, 64, row.B_c)
     half_first_tile = row.B_c == row.B_r == 128 and under_diagonal(p, row.B_c)
     pingpong = row.pingpong and row.warpgroups > 1
-    k_pieces = 4 if padded(p) > 256 else 1  # beside Q, K of 64 keys fits once
     tile = kernels.Tile(
         row.warpgroups, row.B_c, *columns(p, FORWARD), row.q_stages, row.kv_stages,
         pingpong, masked_loop, half_first_tile, row.fetch_early, warps, row.wait_pv, bounded(p), row.registers,
-        PAGE=p.layout.page(p), V_PARTS=cdiv(p.D_v, columns(p, FORWARD).of_v), K_PIECES=k_pieces,
-        RESCALE_LATE=k_pieces > 1 and not bounded(p),
+        PAGE=p.layout.page(p), V_PARTS=cdiv(p.D_v, columns(p, FORWARD).of_v),
+        K_PIECES=4 if padded(p) > 256 else 1,  # beside Q, K of 64 keys fits once
     )  # fmt: skip
     return with_codes(p, tile) if p.products.codes else tile
 
@@ -203,12 +195,12 @@ def backward_tile(p: Problem, row: Backward) -> backward_kernel.Tile:
         needs_mask_in_loop(p, 64 if parts else row.B_c, row.B_r) or (many and bool(p.recipe.mask)) or p.N % row.B_c > 0
     )
     # keep a second K where there is room; not where heads share keys: long loops are slower with it
-    k_stages = 1 if many or p.recipe.dropout or row.split_dkdv else 2
+    k_stages = 1 if many or p.recipe.dropout else 2
     # faster where a loop would carry scores, or a mask over many heads; slower elsewhere
     two_loops = masked_loop and padded(p) == 128 and (many or bool(p.recipe.score))
     return backward_kernel.Tile(
-        row.B_r, row.B_c, *columns(p, BACKWARD), k_stages, row.q_stages, row.do_stages, row.split_dkdv, parts,
-        masked_loop, semaphore_tiles(p, row.split_dkdv), heads, p.H // p.H_k // heads, two_loops,
+        row.B_r, row.B_c, *columns(p, BACKWARD), k_stages, row.q_stages, row.do_stages, parts,
+        masked_loop, semaphore_tiles(p), heads, p.H // p.H_k // heads, two_loops,
         dropout_warps(p, 128),
     )  # fmt: skip
 
@@ -225,13 +217,6 @@ def backward_shape(p: Problem, row: Backward, unit: float) -> backward_kernel.Sh
         unit, p.scale, *lengths(p), p.D, p.D_v, p.H, p.query_blocks(row.B_r), loops, section, tiles,
         p.key_blocks(row.B_c),
     )  # fmt: skip
-
-
-def dropout_warps(p: Problem, crowded: int) -> int:
-    """Return how many warps generate dropout bits: four, but from head size `crowded` on two, which fit next to the
-    producer warp. One more warpgroup would leave the others too few registers, and at 256 too few for a single
-    product."""
-    return 0 if not p.recipe.dropout else 2 if padded(p) >= crowded else 4
 
 
 def needs_mask_in_loop(p: Problem, own: int, other: int) -> bool:
@@ -262,54 +247,6 @@ def alike(p: Problem) -> bool:
     return not p.recipe.mask or narrow(p) or max(p.M, p.N) <= SHORT
 
 
-def narrow(p: Problem) -> bool:
-    """Tell whether a row sees less than an eighth of the keys."""
-    return 8 * width(p) < p.M
-
-
-def width(p: Problem) -> int:
-    """Return how many other keys a row sees at most, by the parts of the mask that read no tensor."""
-    read_nothing: list[Any] = [
-        (KINDS[name], tuple(numbers)) for name, *numbers in p.recipe.mask if not KINDS[name].captures
-    ]
-    first, end = zip((-OPEN, OPEN), *(kind.rebuild(numbers, ()).keys(0) for kind, numbers in read_nothing), strict=True)
-    return int(min(end) - max(first) - 1)
-
-
-def even_section(heads: int, least: int) -> int:
-    """Return how many matrices to run concurrently: `least` or more, always the same number. A small remainder would
-    begin its longest tiles when the others are done."""
-    return cdiv(heads, max(1, heads // least))
-
-
-def processors(device: torch.device) -> int:
-    """Return how many of the GPU's multiprocessors kernels start on."""
-    return max(1, multiprocessors(device) - MARGIN)
-
-
-def heads_per_loop(p: Problem, row: Any) -> int:
-    """Return how many query heads of a key head one program of the backward loops over. Other programs take the rest
-    (see backward/gqa_reduce.py)."""
-    group, tiles = max(1, p.H // p.H_k), cdiv(p.N, row.B_c)
-    least = cdiv(SHORT_LOOP, max(1, p.M))
-    most = max(least, MOST_HEADS // 2 if p.recipe.deterministic else MOST_HEADS)
-
-    def fits(heads: int) -> bool:
-        programs = p.B * p.H // heads * tiles
-        return group % heads == 0 and (heads <= least or 2 * programs >= 3 * processors(p.q.device))
-
-    return next(heads for heads in range(min(most, group), 0, -1) if fits(heads))
-
-
-def semaphore_tiles(p: Problem, split_dkdv: bool) -> int:
-    """Return the query tiles per step of ordered accumulation (deterministic dQ), or 0 without it. There are two, but
-    one at head size 256, where an iteration takes longer."""
-    return 0 if not p.recipe.deterministic else 1 if split_dkdv else 2
-
-
-def gqa_sizes(p: Problem, B_c: int, programs: int) -> list[Any]:
-    """Return the sizes of GQA partial sums and of their semaphore; none if one program has each key tile to itself."""
-    blocks = p.key_blocks(B_c) * p.H_k * p.batch
-    width = max(columns(p, BACKWARD))
-    found = [size(torch.float32, blocks * 2 * B_c * width), size(torch.int32, 2 * blocks)]
-    return found if programs > 1 else []
+def semaphore_tiles(p: Problem) -> int:
+    """Return the query tiles per step of ordered accumulation (deterministic dQ), or 0 without it."""
+    return 2 if p.recipe.deterministic else 0

@@ -96,12 +96,13 @@ BACKWARD = {
     64: Backward(128, 128, 2, 2, split_dkdv=False),
     (64, "scores"): Backward(64, 128, 2, 2, split_dkdv=False),
     128: Backward(64, 128, 2, 2, split_dkdv=False),
-    256: Backward(64, 64, 2, 1, split_dkdv=True),
+    256: Backward(64, 64, 2, 2, split_dkdv=True),
     96: Backward(64, 128, 2, 2, split_dkdv=False),
-    160: Backward(64, 64, 2, 2, split_dkdv=True),
-    192: Backward(64, 64, 2, 1, split_dkdv=True),
-    224: Backward(64, 64, 2, 1, split_dkdv=True),
-    (192, 128): Backward(64, 64, 2, 2, split_dkdv=True),
+    160: Backward(64, 64, 4, 3, split_dkdv=True),
+    192: Backward(64, 64, 3, 3, split_dkdv=True),
+    (192, "small"): Backward(64, 64, 3, 2, split_dkdv=True),
+    (256, "small"): Backward(64, 64, 2, 1, split_dkdv=True),
+    (192, 128): Backward(64, 64, 4, 3, split_dkdv=True),
 }
 """By the columns of a row in shared memory, as FORWARD."""
 
@@ -220,7 +221,8 @@ def keys(p: Problem) -> dict[str, Any]:
     size, recipe = padded(p), p.recipe
     forward: Any = columns(p, FORWARD).key
     if forward != size:
-        return {name: columns(p, TABLES[name]).key for name in TABLES if size <= 256 or name == "forward"}
+        found = {name: columns(p, TABLES[name]).key for name in TABLES if size <= 256 or name == "forward"}
+        return found | {name: _with_room(p, key) for name, key in found.items() if name == "backward"}
     longest = max(p.M, p.N)
     if size == 64:
         registers_short = bool(recipe.score or recipe.dropout or p.listed)
@@ -242,7 +244,13 @@ def keys(p: Problem) -> dict[str, Any]:
             forward = 128, "short"
         elif recipe.mask and not recipe.score:
             forward = 128, "masked"
-    return {"forward": forward, "backward": size}
+    return {"forward": forward, "backward": _with_room(p, size)}
+
+
+def _with_room(p: Problem, key: Any) -> Any:
+    """Return the key of the backward that leaves memory for dropout bits, or at 192 for what a bias shifts by."""
+    crowded = p.recipe.dropout if key == 256 else key == 192 and (p.recipe.dropout or p.biased)
+    return (key, "small") if crowded else key
 
 
 def precision(p: Problem) -> str | None:

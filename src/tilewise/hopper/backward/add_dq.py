@@ -7,17 +7,13 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from ...tile.schedule import assign
 from ..parts import triton_compat
 from ..parts.channel import (
-    arrive,
     fence_async_global,
     launch_dependents,
-    stage,
-    wait,
     wait_dependencies,
     wait_equal,
     wait_reductions,
 )
 from ..parts.queue import receive_tile
-from .by_gradient import blocks_of_dq, groups_of
 from .deterministic import release_dq_semaphore, wait_dq_semaphore
 from .keys import exists, first_step, keys_of, next_step, query_block
 
@@ -66,37 +62,19 @@ def add_block(dQ, row, memory, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def add_blocks_of_groups(dQ, row, y, shared, tile: gl.constexpr):
+def add_blocks(dQ, row, y, shared, tile: gl.constexpr):
     """Add both groups' blocks of a query tile, to rows from `row` on; or both to the same rows, if it is a single
     block."""
     ROWS: gl.constexpr = rows_of_sums(tile)
-    EACH: gl.constexpr = 2 if tile.SPLIT_DKDV else 1
-    for b in gl.static_range(EACH):
-        for w in gl.static_range(2):
-            mbarrier.wait(shared.dq.full.index(w), y * EACH + b & 1)
-            block = row + 16 * (w * EACH + b) % ROWS
-            add_block(dQ, block, shared.dq.memory.index(w), min(16, ROWS - 16 * (w * EACH + b) % ROWS))
-            if tile.SEMAPHORE_TILES and ROWS == 16:
-                wait_reductions()
-        tma.store_wait(1)
-        mbarrier.arrive(shared.dq.empty.index(0))
-        tma.store_wait(0)
-        mbarrier.arrive(shared.dq.empty.index(1))
-
-
-@gluon.jit
-def add_blocks(dQ, row, n, shared, tile: gl.constexpr):
-    """Add all blocks of a query tile, from block n on, which one group sends through both stages."""
-    ROWS: gl.constexpr = rows_of_sums(tile)
-    BLOCKS: gl.constexpr = blocks_of_dq(tile)
-    for b in gl.static_range(BLOCKS):
-        wait(shared.dq.full, n + b)
-        add_block(dQ, row + 16 * b, stage(shared.dq.memory, n + b), min(16, ROWS - 16 * b))
-        if b > 0:
-            tma.store_wait(1)
-            arrive(shared.dq.empty, n + b - 1)
+    for w in gl.static_range(2):
+        mbarrier.wait(shared.dq.full.index(w), y & 1)
+        add_block(dQ, row + 16 * w % ROWS, shared.dq.memory.index(w), min(16, ROWS - 16 * w % ROWS))
+        if tile.SEMAPHORE_TILES and ROWS == 16:
+            wait_reductions()
+    tma.store_wait(1)
+    mbarrier.arrive(shared.dq.empty.index(0))
     tma.store_wait(0)
-    arrive(shared.dq.empty, n + BLOCKS - 1)
+    mbarrier.arrive(shared.dq.empty.index(1))
 
 
 @gluon.jit
@@ -117,10 +95,7 @@ def add_dq(dQ, scratch, shared, call, tile: gl.constexpr):
             block = query_block(step, keys, call, tile)
             if tile.SEMAPHORE_TILES:
                 wait_dq_semaphore(scratch.dq_semaphore, block, step, keys, tile)
-            if groups_of(tile) == 3:
-                add_blocks(dQ, block * ROWS, y * blocks_of_dq(tile), shared, tile)
-            else:
-                add_blocks_of_groups(dQ, block * ROWS, y, shared, tile)
+            add_blocks(dQ, block * ROWS, y, shared, tile)
             y += 1
             if tile.SEMAPHORE_TILES:
                 release_dq_semaphore(scratch.dq_semaphore, block, step, keys, call.variant, tile)

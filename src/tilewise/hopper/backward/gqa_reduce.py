@@ -55,10 +55,7 @@ def add_partials(W: gl.constexpr, parts, keys, gqa_sums, call, tile: gl.constexp
             wait_equal(semaphore, rank)
             parts = add_all_stored(parts, at)
         if rank < GQA_PROGRAMS - 1:
-            offset = 0
-            for n in gl.static_range(len(parts)):
-                store_partial(parts[n], at + offset)
-                offset += parts[n].numel
+            store_partials(parts, at)
             triton_compat.barrier()
             gl.atomic_xchg(semaphore, rank + 1, sem="release")
         return parts, rank == GQA_PROGRAMS - 1
@@ -83,7 +80,16 @@ def add_stored(x, at):
 
 
 @gluon.jit
+def store_partials(parts, at):
+    """Store all parts for the program that comes next."""
+    offset = 0
+    for n in gl.static_range(len(parts)):
+        store_partial(parts[n], at + offset)
+        offset += parts[n].numel
+
+
+@gluon.jit
 def store_partial(x, at):
-    """Store a part for the program that comes next."""
+    """Store a part."""
     x = by_register(x)
     gl.store(at + gl.arange(0, x.numel, x.type.layout), x)

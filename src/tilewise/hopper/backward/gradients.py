@@ -1,4 +1,4 @@
-"""Compute the backward's products in two groups of warps, for head sizes to 128; split_dkdv.py uses some functions.
+"""Compute the backward's products in two groups of warps, for head sizes to 128; by_gradient.py uses some functions.
 
 Each group owns 64 rows of K and V, with their S, P, dP, dS, dK and dV. For dQ the groups exchange dS through shared
 memory. S is transposed, (keys, queries). So P^T and dS^T are register operands of dV += P^T dO and dK += dS^T Q. dQ of

@@ -68,8 +68,8 @@ def keys_of(t, call, tile: gl.constexpr):
 def direction_of(t, shape, tile: gl.constexpr):
     """Return the direction of the loops through tile t. It is up, or where query heads share keys, down in one section
     and up in the next. So with a causal mask the loops of a section begin or end together, and what they read stays in
-    the cache. Where adds to dQ are ordered, loops go up; beyond head size 128, down is slower."""
-    if tile.GROUP > 1 and tile.SEMAPHORE_TILES == 0 and tile.D <= 128:
+    the cache. Where adds to dQ are ordered, loops go up."""
+    if tile.GROUP > 1 and tile.SEMAPHORE_TILES == 0:
         return gl.where(t // (shape.section * shape.tiles) % 2 == 0, -1, 1)
     else:
         return 1

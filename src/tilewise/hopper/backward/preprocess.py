@@ -66,8 +66,9 @@ def attention_backward_preprocess(
     loop = (b * H + h) // group
     if scratch.ready is not None:
         tl.store(scratch.ready + loop, 0, mask=t == 0)
-    tl.store(scratch.done + b * H + h, 0, mask=t == 0)
-    for n in tl.static_range(SIZE // STEP):
-        at = (first + t.to(tl.int64) * ROWS) * SIZE + n * ROWS * STEP + tl.arange(0, ROWS)[:, None] * STEP
-        zeros = tl.zeros([ROWS, STEP], tl.float32)
-        tl.store(scratch.dq + (at + tl.arange(0, STEP)[None, :]), zeros, mask=b * H + h < zeroed)
+    if scratch.dq is not None:
+        tl.store(scratch.done + b * H + h, 0, mask=t == 0)
+        for n in tl.static_range(SIZE // STEP):
+            at = (first + t.to(tl.int64) * ROWS) * SIZE + n * ROWS * STEP + tl.arange(0, ROWS)[:, None] * STEP
+            zeros = tl.zeros([ROWS, STEP], tl.float32)
+            tl.store(scratch.dq + (at + tl.arange(0, STEP)[None, :]), zeros, mask=b * H + h < zeroed)

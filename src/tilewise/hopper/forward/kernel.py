@@ -73,8 +73,6 @@ class Tile(NamedTuple):
     K_PIECES: int = 1
     """Counts the pieces of K's columns that each have stages of their own. Where K does not fit twice, the first pieces
     of the next tile come while the last of this one are multiplied."""
-    RESCALE_LATE: bool = False
-    """Says whether O takes its factor once most of the next S is under way: that hides these multiplications."""
     LOCATE_EARLY: bool = False
     """Says whether the first tile is located while earlier kernels run: no tensor tells where it is."""
 

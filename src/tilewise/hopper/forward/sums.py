@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from ..parts.channel import here, named_barrier, wait
+from ..parts.channel import in_order, named_barrier, wait
 from ..parts.pieces import by_rows, expand, pieces_of, tile_at, times, wait_for
 from .eight_bits import unpack, with_nan
 
@@ -52,6 +52,12 @@ def zeros(COLUMNS: gl.constexpr, BITS: gl.constexpr):
     return gl.zeros([64, COLUMNS], gl.float32, accumulator(COLUMNS, BITS))
 
 
+@gluon.constexpr_function
+def rescales_late(tile):
+    """Return whether O takes its factor once most of the next S is under way, which hides these multiplications."""
+    return tile.K_PIECES > 1 and not tile.BOUNDED
+
+
 @gluon.jit
 def no_sums(layout: gl.constexpr, tile: gl.constexpr):
     """Return sums over no key tile; `layout` is that of S."""
@@ -63,7 +69,7 @@ def no_sums(layout: gl.constexpr, tile: gl.constexpr):
     return Sums(
         o,
         zeros(8, tile.PV_BITS) if tile.SUM_BY_PRODUCT else 0,
-        one_a_row if tile.PROMOTE != "none" or tile.RESCALE_LATE else 0,
+        one_a_row if tile.PROMOTE != "none" or rescales_late(tile) else 0,
         one_a_row if tile.SUM_BY_PRODUCT else 0,
     )
 
@@ -119,7 +125,7 @@ def start_products(sums, p, shared, y, tile: gl.constexpr):
             o = sums.o[0] if tile.PROMOTE == "none" else gl.zeros_like(sums.o[0])
             return Products((weigh_codes(p, v[0], o, 0, tile),), l)
         else:
-            return Products(expand(p, v, times(sums.o, here(sums.alpha)) if tile.RESCALE_LATE else sums.o), l)
+            return Products(expand(p, v, times(sums.o, in_order(sums.alpha)) if rescales_late(tile) else sums.o), l)
 
 
 @gluon.jit
@@ -150,7 +156,7 @@ def join(sums, products, tile: gl.constexpr):
 def rescale(sums, alpha, alpha_o, tile: gl.constexpr):
     """Rescale the sums to the new row max, by alpha and O by alpha_o; at once, or when the next products join them."""
     alpha_l = alpha if tile.SUM_BY_PRODUCT else 0
-    if tile.PROMOTE != "none" or tile.RESCALE_LATE:
+    if tile.PROMOTE != "none" or rescales_late(tile):
         return Sums(sums.o, sums.l, alpha_o, alpha_l)
     elif tile.BOUNDED:
         return sums

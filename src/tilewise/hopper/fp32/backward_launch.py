@@ -16,11 +16,12 @@ from ...host.lists import tile_lists
 from ...host.sink import sink_launches
 from ...host.values import device_values
 from ...tile.ranges import Variant
+from ..counts import even_section, heads_per_loop, processors
 from ..descriptors import Descriptor, blocks_box, sums_of_dq, vector
 from ..launch import empty_scratch as empty_row_scratch
 from ..launch import order_launch, postprocess_launch
 from ..parts.call import Scratch as RowScratch
-from ..plan import even_section, heads_per_loop, processors, semaphore_tiles
+from ..plan import semaphore_tiles
 from ..tiles import KINDS, Kind, padded, precision
 from . import preprocess
 from .backward import Shape, Tile, attention_backward_fp32
@@ -97,7 +98,7 @@ def sizes_of(p: Problem) -> Sizes:
     tail = p.layout.common(p.N) % row.B_c
     tile = Tile(
         row.B_r, row.B_c, D, kind.pieces, row.q_stages, row.do_stages, bool(p.recipe.mask) or tail > 0,
-        semaphore_tiles(p, split_dkdv=False), heads, p.H // p.H_k // heads, row.sync_groups,
+        semaphore_tiles(p), heads, p.H // p.H_k // heads, row.sync_groups,
     )  # fmt: skip
     return Sizes(row, tile, kind, p.batch * p.H * of_queries, p.batch * p.H_k * of_keys, of_queries, of_keys)
 

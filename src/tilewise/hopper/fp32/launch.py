@@ -29,9 +29,10 @@ from ...host.values import device_values
 from ...tile.ranges import Variant
 from ...tile.schedule import assign, assign_each
 from ...tile.softmax import LOG2E
+from ..counts import even_section, processors
 from ..descriptors import Box, Descriptor, addressable, blocks_box, box
 from ..launch import counter, each
-from ..plan import SECTION, even_section, needs_mask_in_loop, processors
+from ..plan import SECTION, needs_mask_in_loop
 from ..tiles import Fp32Forward, Kind, current_fp32, precision
 from . import backward_launch as gradients
 from . import forward as kernels

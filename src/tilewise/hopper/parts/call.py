@@ -18,7 +18,8 @@ class Call(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Hold what passes between the backward's kernels, in blocks of B_r rows (see tile/rows.py)."""
+    """Hold what passes between the backward's kernels, in blocks of B_r rows (see tile/rows.py); for the preprocess
+    kernel of a backward by gradient, most are None."""
 
     logs: Any
     """Holds the lse, in base 2 or in fp32 in natural log."""
@@ -30,7 +31,7 @@ class Scratch(NamedTuple):
     backward/deterministic.py)."""
     ready: object
     """Counts, per matrix of keys, the parts of its dQ that are zeroed. It is None where preprocess zeroes all of dQ:
-    for packed sequences, with the dK/dV split, where ptxas would spill, and in fp32."""
+    for packed sequences, and in fp32."""
     gqa_sums: object
     done: object
     """Counts, at the first head of each loop, the key tiles that have added all they add to its dQ."""

@@ -108,7 +108,7 @@ def end_block(y):
 
 
 @gluon.jit
-def here(x):
+def in_order(x):
     """Return fp32 numbers as they are, but not before what stands above has been issued."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
 

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from ...call.problem import Problem
 from ...host.launch import multiprocessors
-from ..plan import width
+from ..counts import width
 
 
 class Tile(NamedTuple):
