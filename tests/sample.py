@@ -40,6 +40,8 @@ def calls() -> Iterator[Call]:
     yield Call(problem_of(q, x, x, sink=sink, backend="triton")[0], (True,))
     wide = meta(1, LENGTH, 2, 320)
     yield Call(problem_of(wide, wide, wide, mask=tw.Causal(), backend="triton")[0], ())
+    wide = meta(1, LENGTH, 2, 192)
+    yield Call(problem_of(wide, wide, wide, mask=tw.Causal(), backend="hopper")[0], ())
     few = meta(1, 64, 4, 64)
     yield Call(problem_of(few, few, few, mask=tw.Causal(), backend="triton")[0], ())
     yield Call(problem_of(q, x, x, mask=tw.Causal(), precision="int8", backend="hopper")[0], None)

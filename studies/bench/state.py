@@ -62,11 +62,7 @@ KERNELS = {
         (f"{HOPPER}:BACKWARD",),
     ),
     "hopper fp32 forward": Kernel(
-        (
-            "hopper/fp32/forward.py:attention_forward_fp32",
-            "hopper/fp32/split.py:attention_split_fp32",
-            *ORDERS,
-        ),
+        ("hopper/fp32/forward.py:attention_forward_fp32", "hopper/fp32/split.py:attention_split_fp32", *ORDERS),
         (f"{HOPPER}:FP32_FORWARD", f"{HOPPER}:KINDS"),
     ),
     "hopper fp32 backward": Kernel(

@@ -36,7 +36,7 @@ class World:
         self.failure: BaseException | None = None
         self.here = threading.local()
         self.named: dict[tuple[int, int], Barrier] = {}
-        self.kept: dict[int, Any] = {}
+        self.ds: dict[int, Any] = {}
         """By the row from which on TMA stored a tile, whose it is."""
         self.events: list[tuple[Any, ...]] = []
 
@@ -319,13 +319,13 @@ def wait(bar: Memory, parity: Any) -> None:
 
 
 def load(box: Box, at: Sequence[Any], bar: Memory, memory: Memory) -> None:
-    memory.store((box.name, *world.kept.get(int(at[0]), ("zeros",))) if box.name == "ds" else (box.name, *map(int, at)))
+    memory.store((box.name, *world.ds.get(int(at[0]), ("zeros",))) if box.name == "ds" else (box.name, *map(int, at)))
     world.change(lambda: bar.cell.barrier.come(box.block_type.nbytes))
 
 
 def store(box: Box, at: Sequence[Any], memory: Any) -> None:
     if box.name == "ds":
-        world.kept[int(at[0])] = memory.content.value
+        world.ds[int(at[0])] = memory.content.value
     else:
         world.record("stored", box.name, *map(int, at))
 

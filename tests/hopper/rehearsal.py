@@ -149,7 +149,7 @@ def rehearse_backward(p: Problem, x: Operands, seen: torch.Tensor, programs: int
     split = isinstance(tile, GradientTile)
     if split:  # as few chunks as may have memory
         section = section if made.chunks == 1 else 1
-        made = made._replace(section=section, kept=min(2 * section, made.heads * made.chunks))
+        made = made._replace(section=section, resident=min(2 * section, made.heads * made.chunks))
     shape = given(made._replace(section=section), odd_counts if not fp32 else tuple)
     packed, variant = packed_of(p, x), variant_of(p, x, listed(seen, tile.B_R, tile.B_C) if p.listed else None)
     heads, keys = p.B * p.H, p.B * p.H_k * made.key_tiles

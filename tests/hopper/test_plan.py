@@ -78,7 +78,7 @@ def test_query_heads_that_share_keys_are_divided_among_programs(M, H, H_k, deter
 
 
 @pytest.mark.parametrize(
-    ("N", "mask", "chunks", "kept", "mebibytes"),
+    ("N", "mask", "chunks", "resident", "mebibytes"),
     [
         (8192, tw.Full(), 1, 4, 512),
         (8192, tw.Causal(), 1, 4, 258),  # two key tiles share a row of 129 tiles
@@ -89,9 +89,9 @@ def test_query_heads_that_share_keys_are_divided_among_programs(M, H, H_k, deter
     ],
     ids=str,
 )
-def test_a_few_sections_have_memory_for_ds(N, mask, chunks, kept, mebibytes):
+def test_a_few_sections_have_memory_for_ds(N, mask, chunks, resident, mebibytes):
     pl = launched(N, N, 192, D_v=128, mask=mask, backend="hopper")
-    assert (pl.backward_shape.chunks, pl.backward_shape.kept) == (chunks, kept)
+    assert (pl.backward_shape.chunks, pl.backward_shape.resident) == (chunks, resident)
     assert by_gradient.tiles_of_ds(pl.backward_tile, pl.backward_shape) * 8192 >> 20 == mebibytes
 
 

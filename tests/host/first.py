@@ -53,8 +53,8 @@ BATCHES = (1, 2, 3, 16)
 RATIOS = ((1, 1), (4, 4), (8, 2), (16, 1))
 """Heads of queries and of keys."""
 BUILT = (
-    "causal 64", "padding", "spans", "varlen", "alibi", "bias", "dense", "dropout", "sink", "deterministic",
-    "int8", "fp8", "bf16x6", "fp16x3",
+    "causal 64", "causal 256", "padding", "spans", "varlen", "alibi", "bias", "dense", "dropout", "sink",
+    "deterministic", "int8", "fp8", "bf16x6", "fp16x3",
 )  # fmt: skip
 """Calls of Hopper's kernels that are built for counts of 1, besides all of the portable ones."""
 PAGE = 16

@@ -74,7 +74,7 @@ def paired(p: Problem, row: Backward) -> bool:
 
 def backward_shape(p: Problem, row: Backward, unit: float) -> Shape:
     """Return the factors and counts, with chunks and how many of them have memory."""
-    tile, key_tiles = backward_tile(p, row), p.key_blocks(row.B_c)
+    tile, key_tiles = backward_tile(p, row), max(1, p.key_blocks(row.B_c))
     loops = p.H // tile.GROUP * p.batch
     chunks = cdiv(key_tiles, MOST_TILES)
     tiles = 2 * cdiv(cdiv(key_tiles, 2), chunks) if tile.PAIRED else cdiv(key_tiles, chunks)
@@ -82,11 +82,11 @@ def backward_shape(p: Problem, row: Backward, unit: float) -> Shape:
     blocks = p.query_blocks(row.B_r)
     of_ds = tile.GROUP * row.B_r * row.B_c * p.dtype.itemsize
     each = section * of_ds * (tiles // 2 * (blocks + 1) if tile.PAIRED else tiles * seen(p, row))
-    kept = section * (SECTIONS + ((SECTIONS + 1) * each <= WORKSPACE))
+    resident = section * (SECTIONS + ((SECTIONS + 1) * each <= WORKSPACE))
     semaphores = 2 * key_tiles * p.H_k * p.batch if tile.GQA_PROGRAMS > 1 else 1
     return Shape(
         unit, p.scale, *lengths(p), p.D, p.D_v, p.B, p.H, blocks, key_tiles, p.query_blocks(QUERIES.value), loops,
-        chunks, tiles, section, min(kept, loops * chunks), seen(p, row), semaphores,
+        chunks, tiles, section, min(resident, loops * chunks), seen(p, row), semaphores,
     )  # fmt: skip
 
 
@@ -94,7 +94,7 @@ def tiles_of_ds(tile: Tile, shape: Shape) -> int:
     """Count the tiles of dS that have memory."""
     found: Any = shape
     each = found.tiles // 2 * (found.blocks + 1) if tile.PAIRED else found.tiles * found.seen
-    return found.kept * tile.GROUP * each
+    return found.resident * tile.GROUP * each
 
 
 @once

@@ -46,8 +46,8 @@ def store_ds(dS, work, shared, call, tile: gl.constexpr):
     while message.t < items(call.shape, tile):
         item = item_at(message.t, call.shape, tile)
         if item.of_keys:
-            if item.chunk >= call.shape.kept:
-                before = queries_done(work, item.chunk - call.shape.kept, call.shape, tile)
+            if item.chunk >= call.shape.resident:
+                before = queries_done(work, item.chunk - call.shape.resident, call.shape, tile)
                 wait_equal(before, all_queries(call.shape, tile))
                 fence_async_global()
             keys = keys_at(item, message.b, call, tile)

@@ -51,7 +51,7 @@ class Shape(NamedTuple):
     """Counts the key tiles of a chunk."""
     section: object
     """Counts the chunks that run concurrently."""
-    kept: object
+    resident: object
     """Counts the chunks that have memory for dS."""
     seen: object
     """Bounds the blocks of queries that see a key tile."""
@@ -252,7 +252,7 @@ def ds_at(chunk, g, m, n, shape, tile: gl.constexpr):
     """Return where dS of block m of queries and of the chunk's key tile n is, in tiles. Of a key tile, `seen` blocks
     follow each other at most. PAIRED tiles share a row of `blocks` + 1, one from its end and one from its beginning: of
     T blocks, causal key tile t has T - t, and tile T - 1 - t has t + 1."""
-    first = (chunk % shape.kept * tile.GROUP + g) * tiles_of_ds(shape, tile)
+    first = (chunk % shape.resident * tile.GROUP + g) * tiles_of_ds(shape, tile)
     if tile.PAIRED:
         early = n < shape.tiles // 2
         row = gl.where(early, n, shape.tiles - 1 - n)
@@ -264,7 +264,7 @@ def ds_at(chunk, g, m, n, shape, tile: gl.constexpr):
 @gluon.jit
 def tag_of(chunk, m, n, shape, tile: gl.constexpr):
     """Return what the tag of a tile of dS is once it holds that of this chunk, block and key tile."""
-    tag = chunk // shape.kept * (shape.blocks + 1) + m + 1
+    tag = chunk // shape.resident * (shape.blocks + 1) + m + 1
     return 2 * tag + (n < shape.tiles // 2).to(gl.int32) if tile.PAIRED else tag
 
 
@@ -277,7 +277,7 @@ def tags(work, shape):
 @gluon.jit
 def keys_done(work, chunk, shape, tile: gl.constexpr):
     """Return where the key tiles of a chunk are counted."""
-    return tags(work, shape) + shape.kept * tile.GROUP * tiles_of_ds(shape, tile) + chunk
+    return tags(work, shape) + shape.resident * tile.GROUP * tiles_of_ds(shape, tile) + chunk
 
 
 @gluon.jit

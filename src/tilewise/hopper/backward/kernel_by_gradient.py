@@ -132,7 +132,7 @@ def counts_of(shape):
     return Shape(
         shape.unit, shape.factor, shape.M // 2, shape.N // 2, shape.d // 2, shape.d_v // 2, shape.B // 2, shape.H // 2,
         shape.blocks // 2, shape.key_tiles // 2, shape.query_tiles // 2, shape.heads // 2, shape.chunks // 2,
-        shape.tiles // 2, shape.section // 2, shape.kept // 2, shape.seen // 2, shape.semaphores // 2,
+        shape.tiles // 2, shape.section // 2, shape.resident // 2, shape.seen // 2, shape.semaphores // 2,
     )  # fmt: skip
 
 
