@@ -31,11 +31,13 @@ MOST_TILES = 144
 
 
 class Scratch(NamedTuple):
-    """Hold what passes between the kernels, and between programs of the main one (see `Work`)."""
+    """Hold what passes between the kernels, and between programs of the main one. Other fields are as in `Work`."""
 
     logs: Tensor
+    """Holds the lse in base 2, (rows,), fp32, in blocks of B_r rows of a head (tile/rows.py); so does `delta`."""
     delta: Tensor
     ds: Tensor
+    """Holds tiles of dS of B_c x B_r entries, transposed, in q's type, one behind the other (see `ds_at`)."""
     counts: Tensor
     sums: Tensor | None
     gqa_sums: Tensor | None
@@ -80,21 +82,24 @@ def backward_shape(p: Problem, row: Backward, unit: float) -> Shape:
     tiles = 2 * cdiv(cdiv(key_tiles, 2), chunks) if tile.PAIRED else cdiv(key_tiles, chunks)
     section = 1 if chunks > 1 else min(loops, max(1, processors(p.q.device) // tiles))
     blocks = p.query_blocks(row.B_r)
-    of_ds = tile.GROUP * row.B_r * row.B_c * p.dtype.itemsize
-    each = section * of_ds * (tiles // 2 * (blocks + 1) if tile.PAIRED else tiles * seen(p, row))
-    resident = section * (SECTIONS + ((SECTIONS + 1) * each <= WORKSPACE))
     semaphores = 2 * key_tiles * p.H_k * p.batch if tile.GQA_PROGRAMS > 1 else 1
-    return Shape(
+    shape = Shape(
         unit, p.scale, *lengths(p), p.D, p.D_v, p.B, p.H, blocks, key_tiles, p.query_blocks(QUERIES.value), loops,
-        chunks, tiles, section, min(resident, loops * chunks), seen(p, row), semaphores,
+        chunks, tiles, section, section * (SECTIONS + 1), seen(p, row), semaphores,
     )  # fmt: skip
+    resident = section * SECTIONS if bytes_of_ds(p, tile, shape) > WORKSPACE else section * (SECTIONS + 1)
+    return shape._replace(resident=min(resident, loops * chunks))
 
 
-def tiles_of_ds(tile: Tile, shape: Shape) -> int:
-    """Count the tiles of dS that have memory."""
-    found: Any = shape
-    each = found.tiles // 2 * (found.blocks + 1) if tile.PAIRED else found.tiles * found.seen
-    return found.resident * tile.GROUP * each
+def tiles_of_ds(tile: Tile, shape: Any) -> int:
+    """Count the tiles of dS that have memory, as backward/items.py places them."""
+    each = shape.tiles // 2 * (shape.blocks + 1) if tile.PAIRED else shape.tiles * shape.seen
+    return shape.resident * tile.GROUP * each
+
+
+def bytes_of_ds(p: Problem, tile: Tile, shape: Any) -> int:
+    """Count their bytes."""
+    return tiles_of_ds(tile, shape) * tile.B_R * tile.B_C * p.dtype.itemsize
 
 
 @once
@@ -149,5 +154,4 @@ def main_launch(
 
 def describe(p: Problem, tile: Tile, shape: Any) -> str:
     """Describe the memory of dS."""
-    made = tiles_of_ds(tile, shape) * tile.B_R * tile.B_C * p.dtype.itemsize
-    return f"dS passes through {made >> 20} MiB of memory"
+    return f"dS passes through {bytes_of_ds(p, tile, shape) >> 20} MiB of memory"

@@ -34,7 +34,8 @@ def dropout_warps(p: Problem, crowded: int) -> int:
 
 
 def width(p: Problem) -> int:
-    """Return how many other keys a row sees at most, by the parts of the mask that read no tensor."""
+    """Return how many other keys a row sees at most, by the parts of the mask that read no tensor; of
+    functions, row 0 alone is asked."""
     read_nothing: list[Any] = [
         (KINDS[name], tuple(numbers)) for name, *numbers in p.recipe.mask if not KINDS[name].captures
     ]

@@ -1,13 +1,13 @@
 """Order the tiles of the backward by gradient, and place dS in memory.
 
-A loop has all key tiles of one key head and of the query heads that a program loops over; with packed sequences, those
-of every sequence. A chunk has some of them, or all: as many as have their dS in memory at one time. Programs take items
-from one queue:
+A loop has the key tiles of one key head, and the query heads that a program loops over. With packed sequences it has
+those of every sequence. A chunk has some of its key tiles, or all: as many as have their dS in memory at one time.
+Chunks that run concurrently are a section. Programs take items from one queue:
 
-    key tiles      compute dK, dV and dS of the first section of chunks; and then, in turns,
-                   those of the next section, and
-    query tiles    dQ = dS K of the section before
+    key tiles      compute dK, dV and dS
+    query tiles    compute dQ = dS K
 
+First come the key tiles of the first section. Then those of the next and the query tiles of the one before take turns.
 An item only waits for items before it in the queue.
 """
 
@@ -63,8 +63,8 @@ class Work(NamedTuple):
     """Hold what a launch writes beside gradients."""
 
     counts: object
-    """Hold semaphores of GQA sums, a tag for each tile of dS in memory (see `tag_of`), and for each chunk how many key
-    tiles and how many halves of query tiles are done. All are 0 before."""
+    """Hold semaphores of GQA sums, then a tag for each tile of dS in memory (see `tag_of`). Behind them, each chunk
+    counts its key tiles that are done, and halves of query tiles. All are int32, and 0 before."""
     sums: object
     """Hold sums of dQ in fp32 between the chunks of a loop; None if each loop is one chunk."""
     gqa_sums: object
@@ -85,12 +85,14 @@ class Item(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Hold what the producer warp tells the others of an item: its number, or one past the end; its sequence, if
-    sequences are packed; and for a query tile the range of the chunk's key tiles that have dS for it."""
+    """Hold what the producer warp tells the others of an item."""
 
     t: object
+    """Is its number, or one past the end."""
     b: object
+    """Is its sequence, if sequences are packed."""
     lo: object
+    """Begins the range of the chunk's key tiles that have dS for a query tile."""
     hi: object
 
 
