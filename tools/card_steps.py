@@ -107,7 +107,7 @@ def steps(results: Path, device: str) -> Iterator[Step]:
         minutes = 3 if path in LONG else 0.8
         yield of_tests(name, path, "-k", "not cost", kernels=every, minutes=minutes, files=path)
     card = "tests/card"
-    yield of_tests("card, in time", card, "-k", "cost", kernels=every, minutes=0.5, files=f"{card}/*.py", workers=1)
+    yield of_tests("card, in time", card, "-k", "cost", kernels=every, minutes=5.5, files=f"{card}/*.py", workers=1)
     cases = "tests/conformance"
     yield of_tests("conformance hopper", cases, "-k", "hopper", kernels=HOPPER, minutes=6, files=f"{cases}/*.py")
     yield of_tests("conformance triton", cases, "-k", "triton", kernels=TRITON, minutes=6, files=f"{cases}/*.py")

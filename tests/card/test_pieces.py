@@ -96,23 +96,19 @@ def test_an_ordered_dq_repeats(mask):
         assert all(map(torch.equal, gradients(), first))
 
 
-STAGES = {"latents": ((2, 1), (3, 2)), "160": ((2, 2), (3, 1)), "192": ((2, 1), (3, 1)), "224": ((2, 1),)}
-"""Stages of Q and of dO. With more, one group of warps may be farther ahead of another."""
+STAGES = {(192, 128): ((4, 3), (2, 2)), 160: ((4, 3), (2, 2)), 192: ((3, 3), (2, 2)), 256: ((2, 2), (2, 1))}
+"""Stages of Q and of dO, by the backward's row. With more, one group of warps may be farther ahead of another."""
 
 
 @on_gpu
 @pytest.mark.parametrize("stages", range(2))
-@pytest.mark.parametrize("size", STAGES)
-def test_repeated_calls_agree(size, stages, monkeypatch):
-    """dK and dV of many calls have the same bits, and dQ about the same numbers."""
-    if stages == len(STAGES[size]):
-        pytest.skip("shared memory holds no more stages")
-    D, D_v = SIZES[size]
-    key = D if D == D_v else (D, D_v)
-    q_stages, do_stages = STAGES[size][stages]
+@pytest.mark.parametrize("key", STAGES, ids=str)
+def test_repeated_calls_have_the_same_bits(key, stages, monkeypatch):
+    D, D_v = key if isinstance(key, tuple) else (key, key)
+    q_stages, do_stages = STAGES[key][stages]
     monkeypatch.setitem(BACKWARD, key, BACKWARD[key]._replace(q_stages=q_stages, do_stages=do_stages))
     for M, keys, mask in ((333, 461, tw.Causal()), (333, 461, tw.Full()), (2048, 2048, tw.Causal())):
-        N = keys - stages  # another plan
+        N = keys - 64 * stages  # another plan
         q, k, v, do = (
             torch.randn(2, rows, 2, columns, device="cuda", dtype=bf16)
             for rows, columns in ((M, D), (N, D), (N, D_v), (M, D_v))
@@ -122,9 +118,8 @@ def test_repeated_calls_agree(size, stages, monkeypatch):
         first = torch.autograd.grad(o, x, do, retain_graph=True)
         wrong = torch.zeros((), device="cuda", dtype=torch.int64)
         for _ in range(300):
-            dq, dk, dv = torch.autograd.grad(o, x, do, retain_graph=True)
-            wrong += (dk != first[1]).sum() + (dv != first[2]).sum()
-            wrong += ((dq - first[0]).abs() > 0.02 * first[0].abs().max()).sum()
+            again = torch.autograd.grad(o, x, do, retain_graph=True)
+            wrong += sum((ours != theirs).sum() for ours, theirs in zip(again, first, strict=True))
         assert int(wrong) == 0
 
 

@@ -67,6 +67,8 @@ def faults(row, record):
         found.append(f"moves memory by {row['tma']}; meant are {meant}")
     if MEANT[row["kernel"]] and (not row["barriers"] or row["barriers"][-1] - row["barriers"][0] > SIDE_BY_SIDE):
         found.append(f"has barriers at {row['barriers']}: one that nobody waits for shares its memory with a tile")
+    if row["unwritten"]:
+        found.append(f"reads registers that nothing wrote, which is ptxas's fault: {row['unwritten'][:3]}")
     if not row["alone"]:
         found.append("has a descriptor inside a tuple, which cannot be launched")
     if name(row) not in record:

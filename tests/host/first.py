@@ -127,8 +127,9 @@ def step(*lengths: str) -> Iterator[dict[str, Any]]:
 
     hash_triton = cache.triton_key
     yield {"part": "driver", "seconds": since(begin)}
+    taken: dict[str, Any] = {}
     for length in map(int, lengths):
-        for part, run in passes(length, on_gpu):
+        for part, run in passes(length, on_gpu, taken):
             begin, before = time.perf_counter(), loaded.launches() if loaded else 0
             run()
             if on_gpu:
@@ -137,7 +138,19 @@ def step(*lengths: str) -> Iterator[dict[str, Any]]:
             yield {"part": part, "length": length, "seconds": since(begin), **seen, "launched": launched}
             seen |= {"compiled": [], "found": []}
     hashed = hash_triton.cache_info().currsize > 0
-    yield {"part": "end", "hashed": hashed, "read": read, "unpacked": unpacked}
+    made = {"hashed": hashed, "read": read, "unpacked": unpacked}
+    yield {"part": "end", **made, "packed": on_gpu or list(packed_launches(taken["p"]))}
+
+
+def packed_launches(p: Any) -> Iterator[bool]:
+    """Tell of each launch of a step that was taken whether its arguments can be packed, for the driver itself."""
+    from tilewise.hopper.plan import plan
+    from tilewise.host import packed, replay
+
+    for kept in plan(p).replays.values():
+        for direct, given, fills in kept.launches[1] if kept.launches else ():
+            launch, *_ = replay._launcher(direct, replay._filled(given, fills, range(16, 1024, 16)))
+            yield launch is packed.driver()
 
 
 def watch() -> tuple[list[str], list[str]]:
@@ -169,13 +182,13 @@ def watch() -> tuple[list[str], list[str]]:
     return read, unpacked
 
 
-def passes(length: int, on_gpu: bool) -> Iterator[tuple[str, Any]]:
-    """Yield the forward of a causal call, and its backward, as functions. What they need is imported by the first."""
+def passes(length: int, on_gpu: bool, made: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the forward of a causal call, and its backward, as functions, which put what they make into `made`. What
+    they need is imported by the first."""
     import torch
 
     device = "cuda" if on_gpu else "cpu"
     q, k, v = (torch.zeros(4, length, H, D, dtype=torch.bfloat16, device=device) for H in (HEADS[0], *HEADS[1:] * 2))
-    made: dict[str, Any] = {}
 
     def forward() -> None:
         import tilewise as tw

@@ -99,6 +99,7 @@ def test_a_first_step_compiles_each_kernel_once_and_later_processes_find_them(tm
     assert set(begun[2]["compiled"] + begun[2]["found"]) & set(PASSES["backward"]), "beside the forward"
     for line in again[2:4]:
         assert (line["found"], line["compiled"]) == (PASSES[line["part"]], [])
+    assert begun[-1]["packed"] == [True] * len(every), "packed arguments are launched in half the time"
     assert begun[-1]["hashed"]
     assert not again[-1]["hashed"], "Triton's hash of its own 400 MB is kept"
 

@@ -40,6 +40,7 @@ from tilewise.warm.cross_compile import use_target
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from known import compile_new, known
+from registers import unwritten
 
 MAIN = ("sm_80", "sm_90", "sm_100")
 """Targets that get every call; the others get fewer, so that all take a few minutes together."""
@@ -289,6 +290,7 @@ def read_hopper(kernel: Any) -> dict[str, Any]:
         # Triton compiles a descriptor inside a tuple, but cannot launch it
         "alone": len(outside) == len(kernel.metadata.tensordesc_meta),
         "barriers": barriers(kernel.asm["llir"]),
+        "unwritten": unwritten(text),
     }
 
 

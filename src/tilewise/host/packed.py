@@ -83,7 +83,7 @@ def pack(signature: Sequence[Any], given: Sequence[Any]) -> Iterator[Any]:
     values = iter(given)
     for kind in signature:
         if isinstance(kind, str) and kind.startswith("tensordesc"):
-            rank = kind.count(",") + 1
+            rank = kind.partition("]")[0].count(",") + 1  # a layout, which may follow, has commas, too
             yield Address(id(next(values)) + MAP_OFFSET)
             yield from [ctypes.c_int32(next(values)) for _ in range(rank)]
             yield from [ctypes.c_int64(next(values)) for _ in range(rank)]
