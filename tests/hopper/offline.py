@@ -152,7 +152,7 @@ def launches(D: int, options: dict[str, Any]) -> list[Any]:
     pl = plan.plan(p)
     if p.layout.page(p) is not None or pl.backward is None:
         return launch.forward_launches(p, pl, x, saved, counter)
-    scratch, do = launch.scratch_of(p, pl, q.device), torch.empty_like(of_o, dtype=q.dtype)
+    scratch, do = pl.empty_scratch(p, q.device), torch.empty_like(of_o, dtype=q.dtype)
     narrow = saved._replace(o=do)  # a backward reads o in q's type
     backward = launch.backward_launches(
         p, pl, x, narrow, do, torch.empty_like(lse), scratch, grads, counter,

@@ -95,7 +95,7 @@ def test_every_kernel_compiles_well(script, release):
 def test_a_barrier_among_tiles_is_a_fault():
     row = {
         "kernel": "attention_backward", "D": 128, "call": "x", "shared": 1, "matrix": ["HGMMA"],
-        "tma": MEANT["attention_backward"], "alone": True, "spills": 0, "waits": [0],
+        "tma": MEANT["attention_backward"], "alone": True, "unwritten": [], "spills": 0, "waits": [0],
     }  # fmt: skip
     record = {"attention_backward 128 x": {"spills": 0, "waits": 0}}
     assert faults(row | {"barriers": [206464, 206472]}, record) == []

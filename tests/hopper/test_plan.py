@@ -14,13 +14,13 @@ from hopper.calls import call, problem
 import tilewise as tw
 from tilewise.call.backend import BACKWARD, FORWARD, planned
 from tilewise.call.recipe import KINDS
-from tilewise.hopper import by_gradient
+from tilewise.hopper import by_gradient, by_keys
 from tilewise.hopper.backward import scores as backward_scores
 from tilewise.hopper.fp32 import backward_launch as fp32_backward_launch
 from tilewise.hopper.fp32 import launch as fp32_launch
-from tilewise.hopper.launch import backward_launches, forward_launches, scratch_of
+from tilewise.hopper.launch import backward_launches, forward_launches
 from tilewise.hopper.parts import scores
-from tilewise.hopper.plan import POSTPROCESS_PROCESSORS, main_programs, plan
+from tilewise.hopper.plan import plan
 from tilewise.hopper.tiles import BIAS, padded
 from tilewise.host.gather import empty_sums
 from tilewise.host.launch import Launch
@@ -198,11 +198,11 @@ def test_the_first_tile_is_located_early_only_if_no_tensor_tells_where_it_is():
 def test_under_a_narrow_window_finish_has_processors_of_its_own():
     def programs(mask, M=8192, H=16):
         p = problem(M, M, 128, H=H, H_k=H, mask=mask)
-        return main_programs(p, plan(p).backward_shape)
+        return by_keys.main_programs(p, plan(p).backward_shape)
 
     within = tw.Causal() & tw.Window(511, 511), tw.Causal() & tw.Window(900, None)
     for narrow in (tw.Window(1022, 0), tw.Window(300, 700), *within):
-        assert programs(narrow) == 132 - POSTPROCESS_PROCESSORS
+        assert programs(narrow) == 132 - by_keys.POSTPROCESS_PROCESSORS
     for wide in (tw.Full(), tw.Causal(), tw.Window(1024, 0), tw.Window(512, 512), tw.Window(8, None)):
         assert programs(wide) == 132
     assert programs(tw.Window(127, 0), M=2048) == 132, "four tiles a processor end at four times anyway"
@@ -266,7 +266,7 @@ def test_a_listed_mask_has_two_lists_which_no_launch_writes_again(dtype, monkeyp
     else:
         pl = plan(p)
         of_forward, back = forward_launches(p, pl, x, saved, counter), pl.backward
-        scratch = scratch_of(p, pl, x.q.device)
+        scratch = pl.empty_scratch(p, x.q.device)
         of_backward = backward_launches(p, pl, x, saved, saved.o, None, scratch, empty_grads(p, x), counter)
     assert (lists[0].B_r, lists[0].B_c) == (pl.forward.B_r, pl.forward.B_c)
     assert (lists[1].B_r, lists[1].B_c) == (back.B_r, back.B_c)
@@ -285,7 +285,7 @@ def test_logits_with_a_bias_are_shifted_from_shared_memory(biased, D):
     p, x = call(512, 512, D, score=score)
     p = p._replace(wanted=(True,) * biased)
     pl, grads, saved = plan(p), empty_grads(p, x), empty_saved(p, x, None)
-    scratch, counter = scratch_of(p, pl, x.q.device), torch.zeros(2, dtype=torch.int32)
+    scratch, counter = pl.empty_scratch(p, x.q.device), torch.zeros(2, dtype=torch.int32)
     sums = empty_sums(p, x, grads, BIAS[padded(p)]) if biased else []
     found = backward_launches(p, pl, x, saved, saved.o, None, scratch, grads, counter, sums)
     assert (scratch.shift is not None) == biased

@@ -1,5 +1,6 @@
 """The kernel before Hopper's backward, in Triton's interpreter: row values, and zeros where the main kernel counts."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -31,9 +32,9 @@ def test_it_computes_delta_and_zeros_every_count(M, N, H, H_k, programs, monkeyp
     torch.manual_seed(0)
     p, _ = call(M, N, D, mask=tw.Causal(), H=H, H_k=H_k)
     pl = plan(p)
-    tile = pl.backward_tile._replace(GQA_PROGRAMS=programs)
-    scratch = launch.empty_scratch(p, tile, pl.ready, torch.device("cpu"))
-    for tensor in launch.each(scratch):
+    pl = replace(pl, backward_tile=pl.backward_tile._replace(GQA_PROGRAMS=programs))
+    scratch = pl.empty_scratch(p, torch.device("cpu"))
+    for tensor in launch.tensors_of(scratch):
         if tensor is not None:
             tensor.fill_(7)
     o, do = torch.randn(2, p.B, M, H, D).unbind()

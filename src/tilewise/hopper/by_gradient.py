@@ -19,8 +19,12 @@ from .backward.items import QUERIES, Shape, Work
 from .backward.kernel_by_gradient import Tile, attention_backward_by_gradient
 from .counts import dropout_warps, gqa_sizes, heads_per_loop, processors, width_of_box
 from .descriptors import Box, Descriptor, box, layout_of, vector
+from .parts.call import Scratch as RowScratch
 from .tiles import BACKWARD, Backward, columns
 
+WIDEST_BOX = 128
+"""Limits the columns of a box of dQ, dK and dV: two stages of P or dS hold one."""
+ORDERS_DQ = False
 SECTIONS = 3
 """Let so many sections of chunks have memory for dS. With fewer, key tiles would wait for query tiles that have only
 begun."""
@@ -112,7 +116,7 @@ def scratch_sizes(p: Problem, tile: Tile, shape: Any) -> list[Any]:
     gqa_sums = gqa_sizes(p, tile.B_C, tile.GQA_PROGRAMS)[:1] or [None]
     return [
         *[size(torch.float32, rows_of_q)] * 2, size(p.dtype, tiles * tile.B_R * tile.B_C), size(torch.int32, counts),
-        size(torch.float32, sums) if shape.chunks > 1 else None, *gqa_sums,
+        size(torch.float32, sums) if shape.chunks > 1 else None, *gqa_sums, None,
     ]  # fmt: skip
 
 
@@ -125,11 +129,18 @@ def empty_scratch(p: Problem, tile: Tile, shape: Any, device: torch.device) -> S
     return made._replace(logs=logs, shift=shift)
 
 
-def main_launch(
+def zeros(p: Problem, pl: Any, scratch: Scratch) -> tuple[RowScratch, int, int]:
+    """Return what the preprocess kernel writes, with counts in place of GQA sums; of how many matrices it zeroes dQ,
+    and how many counts."""
+    of_rows = RowScratch(scratch.logs, scratch.delta, None, None, None, scratch.counts, None, scratch.shift)
+    return of_rows, 0, scratch.counts.numel()
+
+
+def launches(
     p: Problem, pl: Any, x: Operands, do: Tensor, scratch: Scratch, grads: Grads, counter: Tensor,
     where: Packed | None, variant: Variant, key: Any,
-) -> Launch:  # fmt: skip
-    """Return the launch that computes dQ, dK and dV."""
+) -> tuple[list[Launch], list[Launch]]:  # fmt: skip
+    """Return what precedes preprocess, nothing; and what follows it, the kernel that computes dQ, dK and dV."""
     row, tile, shape = pl.backward, pl.backward_tile, pl.backward_shape
     wide = p.out_dtype != p.dtype  # descriptors then give the type of products alone
     tensors = *x[:3], *(x[1:3] if wide else grads[1:3]), x.q if wide else grads.q
@@ -149,9 +160,9 @@ def main_launch(
     )  # fmt: skip
     constants = {"tile": tile, "num_warps": 4, "launch_pdl": True}
     programs = min(processors(p.q.device), shape.heads * shape.chunks * shape.tiles)
-    return Launch(attention_backward_by_gradient, programs, arguments, constants, pl.compiled, key)
+    return [], [Launch(attention_backward_by_gradient, programs, arguments, constants, pl.compiled, key)]
 
 
-def describe(p: Problem, tile: Tile, shape: Any) -> str:
-    """Describe the memory of dS."""
-    return f"dS passes through {bytes_of_ds(p, tile, shape) >> 20} MiB of memory"
+def describe(p: Problem, tile: Tile, shape: Any) -> list[str]:
+    """Describe how programs share the work, and the memory of dS."""
+    return ["split by gradient", f"dS passes through {bytes_of_ds(p, tile, shape) >> 20} MiB of memory"]

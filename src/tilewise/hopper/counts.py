@@ -79,3 +79,18 @@ def gqa_sizes(p: Problem, B_c: int, programs: int) -> list[Any]:
     width = max(columns(p, BACKWARD))
     found = [size(torch.float32, blocks * 2 * B_c * width), size(torch.int32, 2 * blocks)]
     return found if programs > 1 else []
+
+
+def needs_mask_in_loop(p: Problem, own: int, other: int) -> bool:
+    """Return whether a loop over tiles of `other` may need the mask after its first tile. It does not where the
+    diagonal of a block of `own` rows (or keys) lies inside one tile."""
+    alone = p.recipe.mask == (("Causal",),)
+    return bool(p.recipe.mask) and not (alone and other % own == 0 and under_diagonal(p, own))
+
+
+def under_diagonal(p: Problem, size: int) -> bool:
+    """Return whether every row's last key lies on the diagonal, and the diagonal crosses tiles of `size` in their
+    corners."""
+    offset = p.layout.common(p.N - p.M)
+    aligned = offset % size == 0 and offset >= 0
+    return aligned and bool(p.recipe.mask) and all([mask.hides_later_keys for mask in p.masks])

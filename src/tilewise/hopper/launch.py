@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..call.backend import Plan as PassPlan
 from ..call.operands import Codes, Grads, Operands, Saved
-from ..call.problem import Problem, once
+from ..call.problem import Problem
 from ..host.arguments import (
     adjacent,
     batch_of,
@@ -29,7 +29,7 @@ from ..host.bias import Recompute, renormalize_launch
 from ..host.gather import add_sums, empty_sums, gather_launches
 from ..host.launch import Launch, current_stream
 from ..host.lists import tile_lists
-from ..host.outputs import empty, empty_grads, empty_saved, quantized, size
+from ..host.outputs import empty_grads, empty_saved, quantized
 from ..host.plan import plan_of
 from ..host.repeat import Backward, repeated, repeated_backward
 from ..host.sink import sink_launches
@@ -39,21 +39,14 @@ from ..quantize.codes import blocks_of
 from ..tile.blocks import Tile
 from ..tile.ranges import Variant
 from ..tile.rows import Packed, RowValues
-from . import by_gradient
-from .backward import kernel as backward_kernel
 from .backward import preprocess
 from .backward import scores as backward_scores
-from .backward.deterministic import attention_backward_init_semaphore
-from .backward.gqa_reduce import GqaSums
-from .backward.postprocess import attention_backward_postprocess
-from .counts import gqa_sizes, width_of_box
-from .descriptors import Descriptor, addressable, box, sums_of_dq, vector
+from .descriptors import Descriptor, addressable
 from .forward import kernel as kernels
 from .forward.eight_bits import Codes as Scales
 from .parts import scores
-from .parts.call import Scratch
 from .parts.pieces import pieces_of
-from .plan import FULL, Plan, main_programs, mixed, plan, rest_of
+from .plan import FULL, Plan, mixed, plan, rest_of
 from .tiles import BIAS, padded
 
 COUNTERS: dict[tuple[torch.device, int | None], Tensor] = {}
@@ -92,27 +85,20 @@ def backward_launches(
     p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, scratch: Any, grads: Grads,
     counter: Tensor, sums: Sequence[Tensor | None] = (),
 ) -> list[Launch]:  # fmt: skip
-    """Return the launches of the backward: lists of tiles or the order of dQ's sums, preprocess, the main kernel, and
-    to head size 128 postprocess. The last two each begin while the kernel before ends. Then those for what learns."""
+    """Return the launches of the backward: lists of tiles, preprocess, those of its way, then those for what learns."""
     where, lse, key = packed(p, x), saved.lse, unplanned(saved, do, dlse)
     parts, changes, _ = device_values(p, x.extra, backward_scores)
     lists, listing = tile_lists(p, pl, pl.backward, parts, x, by_key=True)
     variant = Variant(parts, changes, dropout(p, saved.seed), lists)
     before = preprocess_launch(p, pl, saved.o, do, dlse, lse, scratch, grads, where, key)
-    shared = p, pl, x, do, scratch, grads, counter, where, variant, key
-    if pl.backward.split_dkdv:
-        main = [by_gradient.main_launch(*shared)]
-    else:
-        main = [main_launch(*shared), postprocess_launch(p, pl, pl.backward_tile, scratch, grads.q, where)]
-        if p.recipe.deterministic:
-            listing = [order_launch(p, pl, pl.backward_tile, scratch, where, variant)]
+    order, main = pl.way.launches(p, pl, x, do, scratch, grads, counter, where, variant, key)
     renormalize, gathers = [], []
     if p.biased or sums:
         again = recompute(p, pl, x, saved, do, dlse, scratch)
         renormalize = [renormalize_launch(again)] if p.biased else []
         gathers = [*gather_launches(again, sums)] if sums else []
     sink = sink_launches(p, pl, x, lse, scratch.delta, pl.backward.B_r, grads, key)
-    return [*listing, before, *renormalize, *main, *gathers, *sink]
+    return [*listing, *order, before, *renormalize, *main, *gathers, *sink]
 
 
 def preprocess_launch(
@@ -120,62 +106,16 @@ def preprocess_launch(
     where: Packed | None, key: Any,
 ) -> Launch:  # fmt: skip
     """Return the preprocess launch, which writes row values and zeros."""
-    row, D, shape, group = pl.backward, padded(p), pl.backward_shape, pl.backward_tile.GROUP
+    row, D, tile = pl.backward, padded(p), pl.backward_tile
     per_program = 2048 // D
     tiles = cdiv(cdiv(p.M, row.B_r) * row.B_r, per_program)
-    if row.split_dkdv:
-        zeroed, semaphore, count = 0, scratch.counts, scratch.counts.numel()
-        scratch = Scratch(scratch.logs, scratch.delta, None, None, None, None, None, scratch.shift)
-    else:
-        zeroed = p.B * p.H if scratch.ready is None else shape.section * group
-        sums = scratch.gqa_sums
-        semaphore, count = (scratch.done, 0) if sums is None else (sums.semaphore, sums.semaphore.numel())
+    written, zeroed, count = pl.way.zeros(p, pl, scratch)
     arguments = (
-        rows(o), rows(do), dL, lse, scratch._replace(gqa_sums=semaphore), where, unused(p, grads=grads), lengths(p)[0],
-        p.H, tiles, shape.blocks, group, zeroed, count,
+        rows(o), rows(do), dL, lse, written, where, unused(p, grads=grads), lengths(p)[0], p.H, tiles,
+        pl.backward_shape.blocks, tile.GROUP, zeroed, count,
     )  # fmt: skip
-    constants = {"tile": preprocess.Tile(p.D_v, row.B_r, per_program, D, pl.backward_tile.D)}
+    constants = {"tile": preprocess.Tile(p.D_v, row.B_r, per_program, D, tile.D)}
     return Launch(preprocess.attention_backward_preprocess, p.B * p.H * tiles, arguments, constants, pl.compiled, key)
-
-
-def main_launch(
-    p: Problem, pl: Plan, x: Operands, do: Tensor, scratch: Scratch, grads: Grads, counter: Tensor,
-    where: Packed | None, variant: Variant, key: Any,
-) -> Launch:  # fmt: skip
-    """Return the main launch, which computes dK, dV and sums of dQ."""
-    row, shape = pl.backward, pl.backward_shape
-    wide = p.out_dtype != p.dtype  # as in `forward_launches`
-    tensors = *x[:3], *(x[1:3] if wide else grads[1:3])
-    Q, K, V, dK, dV = map(Descriptor, tensors, pl.boxes[4:])
-    dO = Descriptor(do, box(do.shape, do.stride(), row.B_r, width_of_box(pl.backward_tile.D_V), p))
-    arguments = (
-        Q, K, V, dO, vector(scratch.logs, row.B_r, 1 if scratch.shift is None else 2), vector(scratch.delta, row.B_r),
-        sums_of_dq(scratch.dq, 8 if pl.backward_tile.D % 64 else 16), dK, dV,
-        (rows(grads.k), rows(grads.v)) if wide or where is not None else (None, None), scratch, counter, where,
-        variant, odd_counts(shape),
-    )  # fmt: skip
-    constants = {"tile": pl.backward_tile, "num_warps": 4, "launch_pdl": True}
-    return Launch(backward_kernel.attention_backward, main_programs(p, shape), arguments, constants, pl.compiled, key)
-
-
-def order_launch(p: Problem, pl: Any, tile: Any, scratch: Scratch, where: Packed | None, variant: Variant) -> Launch:
-    """Return the launch that orders the sums of dQ, in tiles of the main kernel."""
-    tiles = cdiv(p.N, tile.B_C)
-    arguments = scratch.dq_semaphore, where, variant, *lengths(p), p.H, tiles, p.query_blocks(tile.B_R)
-    constants = {"B_R": tile.B_R, "B_C": tile.B_C, "SEMAPHORE_TILES": tile.SEMAPHORE_TILES}
-    return Launch(attention_backward_init_semaphore, p.B * p.H * tiles, arguments, constants, pl.compiled)
-
-
-def postprocess_launch(p: Problem, pl: Any, tile: Any, scratch: Scratch, dq: Tensor, where: Packed | None) -> Launch:
-    """Return the postprocess launch, which computes dQ from its sums."""
-    pieces = tile.D // 64 if tile.D % 64 == 0 else 1
-    tiles = cdiv(p.M, tile.B_R) * tile.B_R // 64 * pieces
-    arguments = (
-        scratch.dq, rows(dq), scratch.done, where, p.scale, *lengths(p), p.H, tiles, cdiv(p.N, tile.B_C),
-        p.query_blocks(tile.B_R), tile.GROUP,
-    )  # fmt: skip
-    constants = {"d": p.D, "B_R": tile.B_R, "B_C": tile.B_C, "SIZE": tile.D, "launch_pdl": True}
-    return Launch(attention_backward_postprocess, p.B * p.H * tiles, arguments, constants, pl.compiled)
 
 
 def recompute(
@@ -195,45 +135,9 @@ def recompute(
     )  # fmt: skip
 
 
-def scratch_of(p: Problem, pl: Plan, device: torch.device) -> Any:
-    """Allocate a backward's scratch, by keys or by gradient."""
-    if pl.backward.split_dkdv:
-        return by_gradient.empty_scratch(p, pl.backward_tile, pl.backward_shape, device)
-    return empty_scratch(p, pl.backward_tile, pl.ready, device)
-
-
-def empty_scratch(p: Problem, tile: Any, ready: int, device: torch.device) -> Scratch:
-    """Allocate scratch without writing it, except semaphores: these hold -1, no tile."""
-    logs, delta, dq, zeroed, *sums, done = [each and empty(each, device) for each in scratch_sizes(p, tile, ready)]
-    semaphore = None
-    if p.recipe.deterministic:
-        semaphore = torch.full((query_blocks(p, tile.B_R),), -1, dtype=torch.int32, device=device)
-    shift = None
-    if p.biased:
-        logs, shift = torch.empty(2, *logs.shape, device=device)
-    return Scratch(logs, delta, dq, semaphore, zeroed, GqaSums(*sums) if sums else None, done, shift)
-
-
-def query_blocks(p: Problem, B_r: int) -> int:
-    """Return how many blocks of B_r queries a scratch has."""
-    return p.query_blocks(B_r) * p.H * p.batch
-
-
-@once
-def scratch_sizes(p: Problem, tile: Any, ready: int) -> list[Any]:
-    """Return the sizes of a scratch's logs, delta, dq, ready (None for 0), of GQA sums if there are any, and done."""
-    rows = query_blocks(p, tile.B_R) * tile.B_R
-    found = [size(torch.float32, rows * width) for width in (1, 1, tile.D)]
-    zeroed = size(torch.int32, ready) if ready else None
-    return [*found, zeroed, *gqa_sizes(p, tile.B_C, tile.GQA_PROGRAMS), size(torch.int32, p.B * p.H)]
-
-
-def each(scratch: Any) -> tuple[Any, ...]:
-    """Return all tensors of a scratch, and None in place of some."""
-    if isinstance(scratch, by_gradient.Scratch):
-        return scratch[:6] if scratch.shift is None else scratch
-    sums: Any = scratch.gqa_sums or ()
-    return *scratch[:5], *sums, scratch.done, *([] if scratch.shift is None else [scratch.shift])
+def tensors_of(scratch: Any) -> list[Any]:
+    """Return all tensors of a scratch, and None in place of some, in the order of `scratch_sizes`."""
+    return [t for part in scratch for t in (part if isinstance(part, tuple) else (part,))]
 
 
 def forward(p: Problem, pl: Plan, x: Operands, seed: Tensor | None) -> Saved:
@@ -279,11 +183,9 @@ def describe_forward(p: Problem, pl: Plan) -> list[str]:
 
 def describe_backward(p: Problem, pl: Plan) -> list[str]:
     """Describe the tiles of the backward."""
-    row, tile, memory = pl.backward, pl.backward_tile, []
-    if row.split_dkdv:
-        memory = [by_gradient.describe(p, tile, pl.backward_shape)]
-    tiles = f"backward {row.B_r}x{row.B_c}, split by {'gradient' if row.split_dkdv else 'keys'}"
-    return [tiles, *memory, *in_pieces(tile), source_of_rows(p.q.device)]
+    row, tile = pl.backward, pl.backward_tile
+    split, *memory = pl.way.describe(p, tile, pl.backward_shape)
+    return [f"backward {row.B_r}x{row.B_c}, {split}", *memory, *in_pieces(tile), source_of_rows(p.q.device)]
 
 
 def in_pieces(tile: Any) -> list[str]:
@@ -294,15 +196,9 @@ def in_pieces(tile: Any) -> list[str]:
 
 def repeat_backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor) -> Backward | None:
     """Return what repeats a backward; None if it needs more than new addresses."""
-    if p.biased or addressable(do) is not do:
+    if p.biased or addressable(do) is not do or (p.recipe.deterministic and pl.way.ORDERS_DQ):
         return None
-    if pl.backward.split_dkdv:
-        sizes = by_gradient.scratch_sizes(p, pl.backward_tile, pl.backward_shape)
-    elif p.recipe.deterministic:
-        return None
-    else:
-        logs, delta, dq, *rest = scratch_sizes(p, pl.backward_tile, pl.ready)
-        sizes = [logs, delta, dq, None, *rest]
+    sizes = pl.way.scratch_sizes(p, pl.backward_tile, pl.backward_shape)
     return repeated_backward(p, pl, sizes, x, saved, do, addresses_of(do.device))
 
 
@@ -310,11 +206,11 @@ def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None,
     """Compute dq, dk, dv, and the gradients that extra tensors want."""
     do = torch.zeros_like(saved.o) if do is None else addressable(do)
     saved, dlse = with_contiguous_lse(saved, dlse)
-    grads, scratch = empty_grads(p, x), scratch_of(p, pl, x.q.device)
+    grads, scratch = empty_grads(p, x), pl.empty_scratch(p, x.q.device)
     stream = current_stream(x.q.device)
     zeros = counter(x.q.device, stream)
     sums = empty_sums(p, x, grads, BIAS[padded(p)])
-    tensors = [*x[:3], *x.extra, *saved[:3], do, dlse, *each(scratch), *grads[:3], *grads.extra, *sums, zeros]
+    tensors = [*x[:3], *x.extra, *saved[:3], do, dlse, *tensors_of(scratch), *grads[:3], *grads.extra, *sums, zeros]
     replay = pl.replays[unplanned(saved, do, dlse)]
     replay(stream, tensors, lambda: backward_launches(p, pl, x, saved, do, dlse, scratch, grads, zeros, sums))
     add_sums(p, grads, sums, lambda: recompute(p, pl, x, saved, do, dlse, scratch), stream)

@@ -17,9 +17,8 @@ from ..host.plan import Launched
 from ..quantize.codes import BLOCK_K, BLOCK_Q, blocks_of
 from ..tile.schedule import assign, assign_each
 from ..tile.softmax import LOG2E
-from . import by_gradient
-from .backward import kernel as backward_kernel
-from .counts import MARGIN, dropout_warps, heads_per_loop, narrow, processors, width_of_box
+from . import by_gradient, by_keys
+from .counts import MARGIN, dropout_warps, needs_mask_in_loop, processors, under_diagonal, width_of_box
 from .descriptors import Box, blocks_box, box
 from .forward import kernel as kernels
 from .tiles import BACKWARD, FORWARD, SHORT, Backward, Forward, Rows, columns, current, eight_bits_row, padded
@@ -32,12 +31,6 @@ SHORT_SECTION = {64: 128, 128: 48, 256: 48, 512: 24}
 """Run this many short matrices concurrently, by head size: their keys stay in the L2 cache."""
 CACHED_KEYS = {64: 32 << 20, 128: 16 << 20, 256: 32 << 20, 512: 32 << 20}
 """Let longer ones share at most this many bytes of K and V, for the same reason."""
-POSTPROCESS_PROCESSORS = 3
-"""Leave this many multiprocessors to the postprocess kernel under a narrow window; the backward's main kernel does
-without."""
-MANY, MANY_ALIKE = 12, 3
-"""Let a multiprocessor have this many tiles of the backward before few matrices run concurrently. With fewer, some
-would idle in the tail, and sooner where tiles differ in length."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,23 +39,27 @@ class Plan(Launched):
 
     forward: Forward
     backward: Any
-    """Is a row of BACKWARD; it and the next three are None where there is no backward."""
+    """Is a row of BACKWARD; it, the next two and `way` are None where there is no backward."""
     backward_tile: Any
     """Is as backward_shape of a kernel's file: of backward/kernel.py's, or of kernel_by_gradient.py's."""
     backward_shape: Any
-    ready: Any
-    """Counts the loops of which the main kernel zeroes dQ; 0 where preprocess does, for packed sequences."""
+    way: Any
+    """Is the module that plans and launches the backward: by_keys, or by_gradient."""
     c: float
     """Turns logits into base 2, as a factor."""
     forward_c: float | None
     """Holds it for the forward; None with a bias, whose forward keeps m in base e (tile/softmax.py)."""
     boxes: tuple[Box, ...]
-    """Describe q, k, v (or their codes) and o to the forward's TMA, then q, k, v, dk and dv to the backward's; with the
-    dK/dV split also dq."""
+    """Describe q, k, v (or their codes) and o to the forward's TMA, then q, k, v, dk, dv and dq to the
+    backward's."""
     programs: int
     shape: kernels.Shape
     constants: dict[str, Any]
     """Hold the constants of the forward."""
+
+    def empty_scratch(self, p: Problem, device: torch.device) -> Any:
+        """Allocate the backward's scratch."""
+        return self.way.empty_scratch(p, self.backward_tile, self.backward_shape, device)
 
 
 @once
@@ -92,22 +89,27 @@ def planned(p: Problem, chosen: Rows) -> Plan:
     }  # fmt: skip
     if row.programs > 1:  # the producer is a warpgroup, too
         constants["maxnreg"] = 65536 // (row.programs * (row.warpgroups + 1) * 128) // 8 * 8
-    back_tile, back_shape, ready, more = planned_backward(p, back, c) if back else (None, None, None, ())
+    way: Any = back and (by_gradient if back.split_dkdv else by_keys)
+    made = (way.backward_tile(p, back), way.backward_shape(p, back, c)) if way else (None, None)
+    more = backward_boxes(p, back, way.WIDEST_BOX) if back else ()
     return Plan(
-        row, back, back_tile, back_shape, ready, c, None if p.biased else c, (*boxes, *more),
+        row, back, *made, way, c, None if p.biased else c, (*boxes, *more),
         min(heads * tiles * constants["tile"].V_PARTS, row.programs * processors(p.q.device)), shape, constants,
     )  # fmt: skip
 
 
-def planned_backward(p: Problem, row: Backward, c: float) -> Any:
-    """Return the backward's constants, its counts, `ready`, and its boxes."""
+def backward_boxes(p: Problem, row: Backward, widest: int) -> list[Box]:
+    """Describe q, k and v to the backward's TMA; and dk, dv and dq, with the strides that they will have, in boxes of
+    at most `widest` columns."""
     wide, of_values = map(width_of_box, columns(p, BACKWARD))
     sides = (p.q, row.B_r, wide), (p.k, row.B_c, wide), (p.v, row.B_c, of_values)
-    boxes = [box(t.shape, t.stride, rows, width, p) for t, rows, width in sides] + gradient_boxes(p, row)
-    if row.split_dkdv:
-        return by_gradient.backward_tile(p, row), by_gradient.backward_shape(p, row, c), 0, boxes
-    shape = backward_shape(p, row, c)
-    return backward_tile(p, row), shape, shape.heads if p.layout.uniform else 0, boxes
+    q, k, v = (torch.empty(t.shape, dtype=t.dtype, device="meta") for t in (p.q, p.k, p.v))
+    dq, dk, dv = empty_parts(p, Operands(q, k, v, ()))
+    grads = [(t, min(widest, columns)) for t, columns in ((dk, wide), (dv, of_values), (dq, wide))]
+    return [
+        *(box(t.shape, t.stride, rows, width, p) for t, rows, width in sides),
+        *(box(t.shape, t.stride(), 64, width, p) for t, width in grads),
+    ]
 
 
 def operand_boxes(p: Problem, B_c: int) -> tuple[Box, Box, Box]:
@@ -126,17 +128,6 @@ def operand_boxes(p: Problem, B_c: int) -> tuple[Box, Box, Box]:
         for own, (shape, size), kind in zip(exact, coded, p.products.code_types, strict=True)
     )
     return q, k, v
-
-
-def gradient_boxes(p: Problem, row: Backward) -> list[Box]:
-    """Describe dk and dv to TMA, with the strides that they will have, and with the dK/dV split dq."""
-    q, k, v = (torch.empty(t.shape, dtype=t.dtype, device="meta") for t in (p.q, p.k, p.v))
-    wide, of_values = map(width_of_box, columns(p, BACKWARD))
-    dq, dk, dv = empty_parts(p, Operands(q, k, v, ()))
-    if row.split_dkdv:  # two stages of P or dS hold a box
-        wide, of_values = min(128, wide), min(128, of_values)
-    found = [(dk, wide), (dv, of_values), (dq, wide)][: 3 if row.split_dkdv else 2]
-    return [box(t.shape, t.stride(), 64, width, p) for t, width in found]
 
 
 def forward_tile(p: Problem, row: Forward, warps: int) -> kernels.Tile:
@@ -183,70 +174,3 @@ def bounded(p: Problem) -> bool:
         return False
     limit = p.kinds[-1].limit(p.recipe.score[-1][1:])
     return limit is not None and limit * LOG2E.value <= 80.0
-
-
-def backward_tile(p: Problem, row: Backward) -> backward_kernel.Tile:
-    """Return the backward's compile-time constants."""
-    heads = heads_per_loop(p, row)
-    many = heads > 1  # then the loop reaches the first tile of each
-    # 128 queries rarely see only one half of a key tile; with scores, registers are short
-    parts = bool(p.recipe.mask) and row.B_r < row.B_c and not (p.listed or p.recipe.score)
-    masked_loop = (
-        needs_mask_in_loop(p, 64 if parts else row.B_c, row.B_r) or (many and bool(p.recipe.mask)) or p.N % row.B_c > 0
-    )
-    # keep a second K where there is room; not where heads share keys: long loops are slower with it
-    k_stages = 1 if many or p.recipe.dropout else 2
-    # faster where a loop would carry scores, or a mask over many heads; slower elsewhere
-    two_loops = masked_loop and padded(p) == 128 and (many or bool(p.recipe.score))
-    return backward_kernel.Tile(
-        row.B_r, row.B_c, *columns(p, BACKWARD), k_stages, row.q_stages, row.do_stages, parts,
-        masked_loop, semaphore_tiles(p), heads, p.H // p.H_k // heads, two_loops,
-        dropout_warps(p, 128),
-    )  # fmt: skip
-
-
-def backward_shape(p: Problem, row: Backward, unit: float) -> backward_kernel.Shape:
-    """Return the backward's factors and counts, and how many matrices run concurrently."""
-    tiles, heads = cdiv(p.N, row.B_c), heads_per_loop(p, row)
-    loops, most, same = p.B * p.H // heads, max(1, processors(p.q.device) // tiles), alike(p)
-    cached = most
-    if loops >= (MANY_ALIKE if same else MANY) * most and not p.recipe.deterministic:
-        cached = max(1 if same else min(2, most), most // 4)  # sums of dQ stay in the L2 cache
-    section = p.layout.concurrent(most, p.H // heads, cached)
-    return backward_kernel.Shape(
-        unit, p.scale, *lengths(p), p.D, p.D_v, p.H, p.query_blocks(row.B_r), loops, section, tiles,
-        p.key_blocks(row.B_c),
-    )  # fmt: skip
-
-
-def needs_mask_in_loop(p: Problem, own: int, other: int) -> bool:
-    """Return whether a loop over tiles of `other` may need the mask after its first tile. It does not where the
-    diagonal of a block of `own` rows (or keys) lies inside one tile."""
-    alone = p.recipe.mask == (("Causal",),)
-    return bool(p.recipe.mask) and not (alone and other % own == 0 and under_diagonal(p, own))
-
-
-def under_diagonal(p: Problem, size: int) -> bool:
-    """Return whether every row's last key lies on the diagonal, and the diagonal crosses tiles of `size` in their
-    corners."""
-    offset = p.layout.common(p.N - p.M)
-    aligned = offset % size == 0 and offset >= 0
-    return aligned and bool(p.recipe.mask) and all([mask.hides_later_keys for mask in p.masks])
-
-
-def main_programs(p: Problem, shape: Any) -> int:
-    """Return the main kernel's grid: one program per multiprocessor. Under a narrow window there is less to multiply
-    for as much dQ to write. So postprocess gets some multiprocessors from the start; otherwise all would wait for it in
-    the tail."""
-    tiles, most = shape.heads * shape.tiles, processors(p.q.device)
-    return most - POSTPROCESS_PROCESSORS if tiles > 8 * most and narrow(p) else min(tiles, most)
-
-
-def alike(p: Problem) -> bool:
-    """Tell whether the backward's tiles have about one length."""
-    return not p.recipe.mask or narrow(p) or max(p.M, p.N) <= SHORT
-
-
-def semaphore_tiles(p: Problem) -> int:
-    """Return the query tiles per step of ordered accumulation (deterministic dQ), or 0 without it."""
-    return 2 if p.recipe.deterministic else 0

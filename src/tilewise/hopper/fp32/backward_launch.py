@@ -16,12 +16,11 @@ from ...host.lists import tile_lists
 from ...host.sink import sink_launches
 from ...host.values import device_values
 from ...tile.ranges import Variant
+from .. import by_keys
+from ..by_keys import SEMAPHORE_TILES, order_launch, postprocess_launch
 from ..counts import even_section, heads_per_loop, processors
 from ..descriptors import Descriptor, blocks_box, sums_of_dq, vector
-from ..launch import empty_scratch as empty_row_scratch
-from ..launch import order_launch, postprocess_launch
 from ..parts.call import Scratch as RowScratch
-from ..plan import semaphore_tiles
 from ..tiles import KINDS, Kind, padded, precision
 from . import preprocess
 from .backward import Shape, Tile, attention_backward_fp32
@@ -98,7 +97,7 @@ def sizes_of(p: Problem) -> Sizes:
     tail = p.layout.common(p.N) % row.B_c
     tile = Tile(
         row.B_r, row.B_c, D, kind.pieces, row.q_stages, row.do_stages, bool(p.recipe.mask) or tail > 0,
-        semaphore_tiles(p), heads, p.H // p.H_k // heads, row.sync_groups,
+        SEMAPHORE_TILES * p.recipe.deterministic, heads, p.H // p.H_k // heads, row.sync_groups,
     )  # fmt: skip
     return Sizes(row, tile, kind, p.batch * p.H * of_queries, p.batch * p.H_k * of_keys, of_queries, of_keys)
 
@@ -125,7 +124,7 @@ def empty_scratch(p: Problem, device: torch.device, given: Keys | None = None) -
     q, do = (torch.empty(shape, dtype=sizes.kind.type, device=device) for _ in range(2))
     q_descale, do_descale, do_norm, D_top = (torch.empty(sizes.queries, device=device) for _ in range(4))
     scales = Scales(q_descale, do_descale, keys.k_descale, keys.v_descale, do_norm, keys.v_norm, D_top)
-    row_values = empty_row_scratch(p, sizes.tile, 0, device)
+    row_values = by_keys.empty_scratch(p, sizes.tile, None, device)
     sums: Any = row_values.gqa_sums
     if sums is not None:  # in fp32 the preprocess kernel zeroes no semaphore
         sums.semaphore.zero_()

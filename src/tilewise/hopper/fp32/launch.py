@@ -29,10 +29,10 @@ from ...host.values import device_values
 from ...tile.ranges import Variant
 from ...tile.schedule import assign, assign_each
 from ...tile.softmax import LOG2E
-from ..counts import even_section, processors
+from ..counts import even_section, needs_mask_in_loop, processors
 from ..descriptors import Box, Descriptor, addressable, blocks_box, box
-from ..launch import counter, each
-from ..plan import SECTION, needs_mask_in_loop
+from ..launch import counter, tensors_of
+from ..plan import SECTION
 from ..tiles import Fp32Forward, Kind, current_fp32, precision
 from . import backward_launch as gradients
 from . import forward as kernels
@@ -167,7 +167,7 @@ def backward(p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor | None,
     grads, scratch = empty_grads(p, x), gradients.empty_scratch(p, x.q.device, gradients.saved_keys(p, saved))
     stream = current_stream(x.q.device)
     zeros = counter(x.q.device, stream)
-    own: tuple[Any, ...] = scratch.q, scratch.do, *scratch.keys, *scratch.scales, *each(scratch.rows), zeros
+    own: tuple[Any, ...] = scratch.q, scratch.do, *scratch.keys, *scratch.scales, *tensors_of(scratch.rows), zeros
     tensors = [*x[:3], *x.extra, *saved[:3], do, dlse, *own, *grads[:3], *grads.extra]
     replay = pl.replays[unplanned(saved, do, dlse), scratch.from_forward]
     replay(stream, tensors, lambda: gradients.launches(p, pl, x, saved, do, dlse, scratch, grads, zeros))
