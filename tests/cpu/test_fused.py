@@ -140,6 +140,39 @@ def test_a_tiny_call_makes_few_calls_in_python(monkeypatch, dtype, most):
     assert len(made) <= most, made
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mask_is_repeated_until_rows_may_be_wrong(monkeypatch, dtype):
+    """A NaN of a hidden key must not show."""
+    monkeypatch.setattr(UNITS, lambda: True)
+    x = [torch.randn(1, 160, 4, 64, dtype=dtype, requires_grad=True) for _ in range(3)]
+    do = torch.randn(1, 160, 4, 64, dtype=dtype)
+
+    def results():
+        o = tw.attention(*x, mask=tw.Window(9, 0))
+        return o.detach(), *torch.autograd.grad(o, x, do)
+
+    first, *_, last = (results() for _ in range(4))
+    with monkeypatch.context() as without:
+        without.setattr(fused, "forward", None)
+        without.setattr(fused, "backward", None)
+        again = results()
+    assert all(map(torch.equal, first, last))
+    assert all(map(torch.equal, first, again))
+    with torch.no_grad():
+        x[1][0, 100:] = torch.nan
+    o, *_ = results()
+    torch.testing.assert_close(o[:, :100], first[0][:, :100], atol=0.02, rtol=0.02)  # by tiles
+    assert o[0, 100:].isnan().all()
+
+
+def test_a_mask_that_hides_rows_is_not_repeated():
+    """Each call would look at them again."""
+    q, k = torch.randn(1, 300, 4, 64), torch.randn(1, 260, 4, 64)
+    p = describe(Operands(q, k, k, ()), Recipe((("Causal",),)), (0, 0))
+    assert not fused.why_not(p)
+    assert fused.repeated(p, Operands(q, k, k, ()), None) is None
+
+
 def test_a_repeated_call_looks_again_where_rows_may_be_wrong():
     q, k, v = (torch.randn(1, n, 4, 16, requires_grad=True) for n in (8, 64, 64))
     for _ in range(3):

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cache
+from math import isfinite
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from ..call.operands import Grads, Operands, Saved
 from ..call.problem import Problem, empty_parts
 from .precision import SETTING
 from .sequences import compute_type
-from .strips import FEWEST, Strip, plain, strips
+from .strips import FEW, FEWEST, Strip, plain, strips
 from .tiled import LARGE_LSE
 
 flash: Any = torch._scaled_dot_product_flash_attention_for_cpu  # type: ignore[attr-defined]
@@ -53,6 +54,11 @@ def why_not_backward(p: Problem) -> list[str]:
 def added_up(p: Problem) -> tuple[int, int]:
     """Return the queries and keys of a strip: the kernel rounds a sum to 16 bits for every 256 queries or 512 keys."""
     return (max(1024, 2048 // (p.H // p.H_k)), 2048) if p.dtype.itemsize == 2 else (p.M, p.N)
+
+
+def added_at_once(p: Problem) -> bool:
+    """Tell whether a strip has all queries and keys."""
+    return p.M <= added_up(p)[0] and p.N <= added_up(p)[1]
 
 
 def forward(p: Problem, x: Operands) -> Saved | None:
@@ -100,14 +106,15 @@ def backward(p: Problem, x: Operands, saved: Saved, do: Tensor) -> Grads | None:
 
 
 class Repeated:
-    """A forward without a mask, repeated for tensors like those that it had."""
+    """A forward of one strip, repeated for tensors like those that it had."""
 
     name = "cpu"
 
-    def __init__(self, p: Problem) -> None:
-        self.causal, self.scale = bool(p.recipe.mask) and p.M > 1, p.scale
-        self.differentiable = p.dtype == torch.bfloat16 and p.M <= added_up(p)[0] and p.N <= added_up(p)[1]
-        """Whether autograd may call the kernel's backward: in fp32, torch's setting may have changed by then."""
+    def __init__(self, p: Problem, strip: Strip, do: Tensor | None) -> None:
+        self.alike: Any = do is not None and guard((do,))
+        self.strip, self.scale = strip, p.scale
+        self.differentiable = p.dtype == torch.bfloat16 and added_at_once(p) and strip.added is None
+        """Whether autograd may call the kernel's backward, and not look: in fp32, torch's setting may be another."""
         self.inexact = SETTING.inexact if p.dtype == torch.float32 else bool
 
     def run(self, tensors: Sequence[Tensor], seed: Tensor | None) -> tuple[Any, ...] | None:
@@ -117,16 +124,13 @@ class Repeated:
             if self.inexact():
                 return None
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-            o, lse = flash(q, k, v, 0.0, self.causal, scale=self.scale)
-        return (o.transpose(1, 2), lse, seed, ()) if lse.count_nonzero().item() == lse.numel() else None
+            o, lse = flash(q, k, v, 0.0, self.strip.causal, attn_mask=self.strip.added, scale=self.scale)
+        sure = lse.count_nonzero().item() == lse.numel() and (self.strip.added is None or isfinite(lse.sum().item()))
+        return (o.transpose(1, 2), lse, seed, ()) if sure else None
 
 
 class RepeatedBackward(Repeated):
     """Its backward."""
-
-    def __init__(self, p: Problem, do: Tensor) -> None:
-        super().__init__(p)
-        self.alike = guard((do,))
 
     def run(self, do: Tensor, given: Sequence[Tensor]) -> list[Tensor] | None:  # type: ignore[override]
         """Return dq, dk and dv; None where `backward` must look."""
@@ -135,19 +139,24 @@ class RepeatedBackward(Repeated):
                 return None
             q, k, v, o, do = [t.transpose(1, 2) for t in (*given[:4], do)]
             lse = given[4].nan_to_num(torch.nan, torch.nan, 0.0)
-            found = flash_backward(do, q, k, v, o, lse, 0.0, self.causal, scale=self.scale)
-        return [g.transpose(1, 2).contiguous() for g in found]
+            _, _, causal, _, added = self.strip
+            found = flash_backward(do, q, k, v, o, lse, 0.0, causal, attn_mask=added, scale=self.scale)
+        wrong = added is not None and bool(found[0].sum().isnan())
+        return None if wrong else [g.transpose(1, 2).contiguous() for g in found]
 
 
 def repeated(p: Problem, x: Operands, given: Any, do: Tensor | None = None) -> Any:
-    """Return what repeats a forward, or given its results and do a backward, of one strip without a mask; or None."""
+    """Return what repeats a forward, or given its results and do a backward, of one strip without tensors of its own;
+    or None. Rows that see no key would be looked at in each call."""
     why, read = (why_not(p), x[:3]) if do is None else (why_not_backward(p), (*x[:3], do))
     why += holding({
-        "a mask": not plain(p), "one tensor": p.recipe.packed, "NaN": p.dtype == torch.float16,
+        "tensors": p.extra, "one tensor": p.recipe.packed, "NaN": p.dtype == torch.float16,
+        "a large mask": not plain(p) and p.M * p.N > FEW, "sums of strips": do is not None and not added_at_once(p),
         "rows of one head": p.M == 1 and p.H != p.H_k, "copies": any([t.stride(-1) != 1 for t in read]),
-        "sums of strips": do is not None and p.dtype == torch.bfloat16,
     })  # fmt: skip
-    return None if why else Repeated(p) if do is None else RepeatedBackward(p, do)
+    found = [] if why else [s for s in strips(p, x, (p.M, p.N)) if s.keep is None or bool(s.keep.any(-1).all())]
+    whole = [s[:2] for s in found] == [(slice(0, p.M), slice(0, p.N))]
+    return (Repeated if do is None else RepeatedBackward)(p, found[0], do) if whole else None
 
 
 def _part(p: Problem, s: Strip, *tensors: Tensor) -> list[Tensor]:
@@ -156,14 +165,14 @@ def _part(p: Problem, s: Strip, *tensors: Tensor) -> list[Tensor]:
 
 
 def _kernel(p: Problem, x: Sequence[Tensor], s: Strip) -> tuple[Tensor, Tensor]:
-    given = _queries(p, x[0]), _heads_first(x[1]), _heads_first(x[2])
+    given = _queries(p, x[0]), *(_readable(t).transpose(1, 2) for t in x[1:])
     return flash(*given, 0.0, s.causal, attn_mask=s.added, scale=p.scale)
 
 
 def _kernel_backward(p: Problem, x: Sequence[Tensor], lse: Tensor, s: Strip) -> tuple[Tensor, ...]:
     """Return dq, dk and dv, in any strides."""
     q, o, do = [_queries(p, x[n]) for n in (0, 3, 4)]
-    given = do, q, _heads_first(x[1]), _heads_first(x[2]), o, lse.reshape(q.shape[:3])
+    given = do, q, *(_readable(t).transpose(1, 2) for t in x[1:3]), o, lse.reshape(q.shape[:3])
     dq, dk, dv = flash_backward(*given, 0.0, s.causal, attn_mask=s.added, scale=p.scale)
     return _rows(p, dq), dk.transpose(1, 2), dv.transpose(1, 2)
 
@@ -177,11 +186,6 @@ def _queries(p: Problem, t: Tensor) -> Tensor:
 def _rows(p: Problem, t: Tensor) -> Tensor:
     """Undo `_queries`: return a view (B, M, H, D)."""
     return t.flatten(1, 2)[:, None] if p.M == 1 and plain(p) else t.transpose(1, 2)
-
-
-def _heads_first(t: Tensor) -> Tensor:
-    """Return a view (B, H_k, N, D)."""
-    return _readable(t).transpose(1, 2)
 
 
 def _readable(t: Tensor) -> Tensor:

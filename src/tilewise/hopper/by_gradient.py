@@ -130,8 +130,7 @@ def empty_scratch(p: Problem, tile: Tile, shape: Any, device: torch.device) -> S
 
 
 def zeros(p: Problem, pl: Any, scratch: Scratch) -> tuple[RowScratch, int, int]:
-    """Return what the preprocess kernel writes, with counts in place of GQA sums; of how many matrices it zeroes dQ,
-    and how many counts."""
+    """Return what preprocess writes, with counts in place of GQA sums; of no matrix dQ is zeroed; how many counts."""
     of_rows = RowScratch(scratch.logs, scratch.delta, None, None, None, scratch.counts, None, scratch.shift)
     return of_rows, 0, scratch.counts.numel()
 

@@ -28,8 +28,7 @@ ORDERS_DQ = True
 SEMAPHORE_TILES = 2
 """Counts the query tiles that share one."""
 POSTPROCESS_PROCESSORS = 3
-"""Leave this many multiprocessors to the postprocess kernel under a narrow window; the backward's main kernel does
-without."""
+"""Leave this many multiprocessors to postprocess under a narrow window."""
 MANY, MANY_ALIKE = 12, 3
 """Let a multiprocessor have this many tiles of the backward before few matrices run concurrently. With fewer, some
 would idle in the tail, and sooner where tiles differ in length."""
@@ -101,9 +100,8 @@ def zeros(p: Problem, pl: Any, scratch: Scratch) -> tuple[Scratch, int, int]:
 
 
 def main_programs(p: Problem, shape: Any) -> int:
-    """Return the main kernel's grid: one program per multiprocessor. Under a narrow window there is less to multiply
-    for as much dQ to write. So postprocess gets some multiprocessors from the start; otherwise all would wait for it in
-    the tail."""
+    """Return the main kernel's grid: a program for each multiprocessor. Under a narrow window there is less to multiply
+    for as much dQ to write, so postprocess has some from the start; otherwise all would wait for it in the end."""
     tiles, most = shape.heads * shape.tiles, processors(p.q.device)
     return most - POSTPROCESS_PROCESSORS if tiles > 8 * most and narrow(p) else min(tiles, most)
 
