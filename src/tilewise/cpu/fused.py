@@ -14,7 +14,7 @@ from ..call.operands import Grads, Operands, Saved
 from ..call.problem import Problem, empty_parts
 from .precision import SETTING
 from .sequences import compute_type
-from .strips import FEW, FEWEST, Strip, plain, strips
+from .strips import FEW, FEWEST, Strip, kept, plain, strips
 from .tiled import LARGE_LSE
 
 flash: Any = torch._scaled_dot_product_flash_attention_for_cpu  # type: ignore[attr-defined]
@@ -112,8 +112,9 @@ class Repeated:
 
     def __init__(self, p: Problem, strip: Strip, do: Tensor | None) -> None:
         self.alike: Any = do is not None and guard((do,))
-        self.strip, self.scale = strip, p.scale
-        self.differentiable = p.dtype == torch.bfloat16 and added_at_once(p) and strip.added is None
+        self.causal, self.scale = strip.causal, p.scale
+        self.mask = None if plain(p) else (p, p.values(())[0], 0, p.M, 0, p.N)
+        self.differentiable = p.dtype == torch.bfloat16 and added_at_once(p) and plain(p)
         """Whether autograd may call the kernel's backward, and not look: in fp32, torch's setting may be another."""
         self.inexact = SETTING.inexact if p.dtype == torch.float32 else bool
 
@@ -124,8 +125,9 @@ class Repeated:
             if self.inexact():
                 return None
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-            o, lse = flash(q, k, v, 0.0, self.strip.causal, attn_mask=self.strip.added, scale=self.scale)
-        sure = lse.count_nonzero().item() == lse.numel() and (self.strip.added is None or isfinite(lse.sum().item()))
+            added = self.mask and kept(*self.mask)[1]
+            o, lse = flash(q, k, v, 0.0, self.causal, attn_mask=added, scale=self.scale)
+        sure = lse.count_nonzero().item() == lse.numel() and (added is None or isfinite(lse.sum().item()))
         return (o.transpose(1, 2), lse, seed, ()) if sure else None
 
 
@@ -139,15 +141,14 @@ class RepeatedBackward(Repeated):
                 return None
             q, k, v, o, do = [t.transpose(1, 2) for t in (*given[:4], do)]
             lse = given[4].nan_to_num(torch.nan, torch.nan, 0.0)
-            _, _, causal, _, added = self.strip
-            found = flash_backward(do, q, k, v, o, lse, 0.0, causal, attn_mask=added, scale=self.scale)
+            added = self.mask and kept(*self.mask)[1]
+            found = flash_backward(do, q, k, v, o, lse, 0.0, self.causal, attn_mask=added, scale=self.scale)
         wrong = added is not None and bool(found[0].sum().isnan())
         return None if wrong else [g.transpose(1, 2).contiguous() for g in found]
 
 
 def repeated(p: Problem, x: Operands, given: Any, do: Tensor | None = None) -> Any:
-    """Return what repeats a forward, or given its results and do a backward, of one strip without tensors of its own;
-    or None. Rows that see no key would be looked at in each call."""
+    """Return what repeats a forward of one strip, or given its results and do a backward; None if each must look."""
     why, read = (why_not(p), x[:3]) if do is None else (why_not_backward(p), (*x[:3], do))
     why += holding({
         "tensors": p.extra, "one tensor": p.recipe.packed, "NaN": p.dtype == torch.float16,

@@ -65,7 +65,7 @@ def strips(p: Problem, x: Operands, most: tuple[int, int]) -> Iterator[Strip]:
     bias = scores[0].captured[0] if scores else None
     for rows, seen, whole in _seen(p, masks):
         for keys in _cut(seen, most[1]):
-            mask = _mask if p.extra or _area((rows, keys, whole)) > FEW else _kept
+            mask = _mask if p.extra or _area((rows, keys, whole)) > FEW else kept
             keep, hidden = (None, None) if whole else mask(p, masks, rows.start, rows.stop, keys.start, keys.stop)
             yield Strip(rows, keys, False, keep, _added(p, hidden, bias, rows, keys))
 
@@ -122,7 +122,7 @@ def _mask(p: Problem, masks: Sequence[Mask], i0: int, i1: int, j0: int, j1: int)
     return keep, keep.to(kind).sub_(1).bitwise_and_(bits).view(p.dtype)
 
 
-_kept = lru_cache(16)(_mask)
+kept = lru_cache(16)(_mask)
 """The same of small masks that are numbers alone."""
 
 

@@ -74,9 +74,8 @@ def scratch_sizes(p: Problem, tile: Any, shape: Any) -> list[Any]:
     `shape` is None in fp32, where the preprocess kernel zeroes all of dQ, as for packed sequences."""
     rows = p.query_blocks(tile.B_R) * p.H * p.batch * tile.B_R
     found = [size(torch.float32, rows * width) for width in (1, 1, tile.D)]
-    ready = size(torch.int32, shape.heads) if shape is not None and p.layout.uniform else None
-    sums = gqa_sizes(p, tile.B_C, tile.GQA_PROGRAMS) or [None]
-    return [*found, None, ready, *sums, size(torch.int32, p.B * p.H), None]
+    found += [None, size(torch.int32, shape.heads) if shape is not None and p.layout.uniform else None]
+    return [*found, *(gqa_sizes(p, tile.B_C, tile.GQA_PROGRAMS) or [None]), size(torch.int32, p.B * p.H), None]
 
 
 def empty_scratch(p: Problem, tile: Any, shape: Any, device: torch.device) -> Scratch:
