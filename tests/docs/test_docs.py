@@ -101,7 +101,8 @@ def test_contributing_works(tmp_path):
     """Applies both examples to a copy of the package, and runs their cases on the CPU and in Triton's interpreter; the
     mask, which has no tensors and whose tiles are listed, is compiled for Hopper, too."""
     pytest.importorskip("triton")
-    tools, helpers = ("tests/hopper/offline.py", "tests/triton/offline.py"), ("conftest", "interpreter", "known")
+    tools = "tests/hopper/offline.py", "tests/triton/offline.py"
+    helpers = "conftest", "interpreter", "known", "registers"
     for name in ("src", "tests/conformance", *(f"tests/{name}.py" for name in helpers), "pyproject.toml", *tools):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
