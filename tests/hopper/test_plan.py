@@ -195,7 +195,7 @@ def test_the_first_tile_is_located_early_only_if_no_tensor_tells_where_it_is():
         assert not launched(1024, 1024, 128, **options).constants["tile"].LOCATE_EARLY
 
 
-def test_under_a_narrow_window_finish_has_processors_of_its_own():
+def test_under_a_narrow_window_postprocess_has_processors_of_its_own():
     def programs(mask, M=8192, H=16):
         p = problem(M, M, 128, H=H, H_k=H, mask=mask)
         return by_keys.main_programs(p, plan(p).backward_shape)

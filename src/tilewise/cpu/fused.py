@@ -57,7 +57,7 @@ def added_up(p: Problem) -> tuple[int, int]:
 
 
 def added_at_once(p: Problem) -> bool:
-    """Tell whether a strip has all queries and keys."""
+    """Tell whether one strip has all queries and keys."""
     return p.M <= added_up(p)[0] and p.N <= added_up(p)[1]
 
 
@@ -115,7 +115,7 @@ class Repeated:
         self.causal, self.scale = strip.causal, p.scale
         self.mask = None if plain(p) else (p, p.values(())[0], 0, p.M, 0, p.N)
         self.differentiable = p.dtype == torch.bfloat16 and added_at_once(p) and plain(p)
-        """Whether autograd may call the kernel's backward, and not look: in fp32, torch's setting may be another."""
+        """Whether autograd may call the kernel's backward. In fp32 torch's setting may change; a mask may hide NaN."""
         self.inexact = SETTING.inexact if p.dtype == torch.float32 else bool
 
     def run(self, tensors: Sequence[Tensor], seed: Tensor | None) -> tuple[Any, ...] | None:
@@ -148,7 +148,7 @@ class RepeatedBackward(Repeated):
 
 
 def repeated(p: Problem, x: Operands, given: Any, do: Tensor | None = None) -> Any:
-    """Return what repeats a forward of one strip, or given its results and do a backward; None if each must look."""
+    """Return what repeats a forward of one strip, or given its results and do a backward; None where it may not."""
     why, read = (why_not(p), x[:3]) if do is None else (why_not_backward(p), (*x[:3], do))
     why += holding({
         "tensors": p.extra, "one tensor": p.recipe.packed, "NaN": p.dtype == torch.float16,

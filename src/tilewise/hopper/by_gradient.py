@@ -24,7 +24,7 @@ from .tiles import BACKWARD, Backward, columns
 
 WIDEST_BOX = 128
 """Limits the columns of a box of dQ, dK and dV: two stages of P or dS hold one."""
-ORDERS_DQ = False
+ORDERS_DQ = False  # its sums have one order
 SECTIONS = 3
 """Let so many sections of chunks have memory for dS. With fewer, key tiles would wait for query tiles that have only
 begun."""
@@ -130,7 +130,7 @@ def empty_scratch(p: Problem, tile: Tile, shape: Any, device: torch.device) -> S
 
 
 def zeros(p: Problem, pl: Any, scratch: Scratch) -> tuple[RowScratch, int, int]:
-    """Return what preprocess writes, with counts in place of GQA sums; of no matrix dQ is zeroed; how many counts."""
+    """Return the same as by_keys.zeros: counts take the place of GQA sums, and no sums of dQ are zeroed."""
     of_rows = RowScratch(scratch.logs, scratch.delta, None, None, None, scratch.counts, None, scratch.shift)
     return of_rows, 0, scratch.counts.numel()
 

@@ -100,7 +100,7 @@ def zeros(p: Problem, pl: Any, scratch: Scratch) -> tuple[Scratch, int, int]:
 
 def main_programs(p: Problem, shape: Any) -> int:
     """Return the main kernel's grid: a program for each multiprocessor. Under a narrow window there is less to multiply
-    for as much dQ to write, so postprocess has some from the start; otherwise all would wait for it in the end."""
+    for as much dQ to write, so postprocess has some from the start; otherwise all would wait for it at the end."""
     tiles, most = shape.heads * shape.tiles, processors(p.q.device)
     return most - POSTPROCESS_PROCESSORS if tiles > 8 * most and narrow(p) else min(tiles, most)
 
@@ -109,8 +109,8 @@ def launches(
     p: Problem, pl: Any, x: Operands, do: Tensor, scratch: Scratch, grads: Grads, counter: Tensor,
     where: Packed | None, variant: Variant, key: Any,
 ) -> tuple[list[Launch], list[Launch]]:  # fmt: skip
-    """Return what precedes preprocess: what orders sums of dQ, if they must repeat. And what follows, each while the
-    kernel before ends: the main kernel, which computes dK, dV and sums of dQ, and postprocess."""
+    """Return the launches before preprocess: one that orders sums of dQ, if they must repeat. And those after it, which
+    begin while the kernel before ends: the main kernel, which computes dK, dV and sums of dQ, and postprocess."""
     row, tile, shape = pl.backward, pl.backward_tile, pl.backward_shape
     wide = p.out_dtype != p.dtype  # descriptors then give the type of products alone
     Q, K, V, dK, dV = map(Descriptor, (*x[:3], *(x[1:3] if wide else grads[1:3])), pl.boxes[4:9])

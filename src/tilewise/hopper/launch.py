@@ -85,7 +85,7 @@ def backward_launches(
     p: Problem, pl: Plan, x: Operands, saved: Saved, do: Tensor, dlse: Tensor | None, scratch: Any, grads: Grads,
     counter: Tensor, sums: Sequence[Tensor | None] = (),
 ) -> list[Launch]:  # fmt: skip
-    """Return the launches of the backward: lists of tiles, preprocess, those of its way, then those for what learns."""
+    """Return the launches: lists of tiles, preprocess, those of by_keys or by_gradient, then those for what learns."""
     where, lse, key = packed(p, x), saved.lse, unplanned(saved, do, dlse)
     parts, changes, _ = device_values(p, x.extra, backward_scores)
     lists, listing = tile_lists(p, pl, pl.backward, parts, x, by_key=True)
