@@ -118,8 +118,9 @@ def rehearsed(D, page, M, W, mask, monkeypatch, written_late=None, index=None):
         "triton_compat": SimpleNamespace(**vars(NAMES["triton_compat"]) | {"load": load}),
         "wait_dependencies": lambda: waited.add(pretend.world.here.role),
         "places_of": lambda *_: (Numbers(), Numbers(), Numbers()), "address": lambda *_: Numbers(),
-        "visible": lambda *_: Numbers(), "apply_scores": lambda *_: Numbers(), "row_max": pair,
-        "rescaling": lambda *_: Numbers(), "write": done, "store_partial": done, "zero_outside": lambda *_: None,
+        "visible": lambda *_: Numbers(), "apply_scores": lambda *_: Numbers(), "zero_outside": lambda *_: None,
+        "online": lambda S, o, *_: (Numbers(), o, *pair()), "totals": pair, "flags_of_warps": Numbers,
+        "sums_of_threads": lambda _: Numbers(), "write": done, "store_partial": done,
     }  # fmt: skip
     monkeypatch.setitem(INSTEAD, "tilewise.hopper.split_keys.kernel", instead)
     monkeypatch.setitem(INSTEAD, "tilewise.tile.line", {"find": find})

@@ -22,7 +22,7 @@ class Tile(NamedTuple):
 
 FEW = Tile(16, 12, 1, 112, 1024, 2048)
 """With its registers, programs of `attention_combine` fit beside."""
-LATENTS = Tile(16, 3, 2, 128, 0, 0), Tile(32, 7, 1, 144, 2048, 0)
+LATENTS = Tile(16, 3, 2, 128, 0, 0), Tile(32, 7, 1, 152, 2048, 0)
 """With 16 rows, one program computes while a tile of the other's arrives. Two of 32 would have too few registers."""
 SEQUENCES = 256
 """The most sequences, as registers hold the line."""

@@ -19,7 +19,6 @@ from ...tile.combine import address, places_of, store_partial, write
 from ...tile.line import line_of, piece_of, work_at
 from ...tile.masks import visible
 from ...tile.scores import Entries, apply_scores
-from ...tile.softmax import rescaling, row_max
 from ..parts import triton_compat
 from ..parts.channel import (
     Channel,
@@ -31,11 +30,12 @@ from ..parts.channel import (
     wait_before,
     wait_dependencies,
 )
-from ..parts.pieces import allocate, pieces_of, tile_at, tile_of, wait_for, wait_for_both, zeros_of_piece
+from ..parts.pieces import allocate, pieces_of, tile_at, tile_in_loop, tile_of, wait_for, wait_for_both, zeros_of_piece
 from ..parts.ragged import zero_outside
+from .softmax import LOWEST, flags_of_warps, online, sums_of_threads, totals
 
-IN_FLIGHT = gl.constexpr(4)
-"""Stages that may be under way at a time, where there are more: memory is slower with all."""
+IN_FLIGHT = gl.constexpr(65536)
+"""Bytes that may be under way at a time, rounded up to stages: memory is slower with more."""
 EARLY_TILES = gl.constexpr(2)
 """Key tiles that a program asks for before earlier kernels are complete, if it has stages for them."""
 
@@ -47,6 +47,12 @@ class Panels(NamedTuple):
     of_k: int
     of_v: int
     shared: bool
+
+
+@gluon.constexpr_function
+def pieces_after(panel, each, count):
+    """Count the pieces of V, of so many, that lie after a panel."""
+    return max(0, count - each * (panel + 1))
 
 
 @gluon.constexpr_function
@@ -100,11 +106,13 @@ def entries_of(pages, entry, n, BOXES: gl.constexpr, P: gl.constexpr):
 def load_panel(X, keys, y, entries, h, row, column, P: gl.constexpr, panels: gl.constexpr):
     """Load a panel, from `column` on, of the tile of keys from `row` on into use y."""
     STAGES: gl.constexpr = keys.full.shape[0]
+    BYTES: gl.constexpr = keys.memory[0].shape[3] * panels.columns * 2
+    AT_ONCE: gl.constexpr = (IN_FLIGHT + BYTES - 1) // BYTES
     wait_before(keys.empty, y)
-    if STAGES > IN_FLIGHT:
-        if y >= IN_FLIGHT:
-            wait(keys.full, y - IN_FLIGHT)
-    bar = expect(keys.full, y, keys.memory[0].shape[3] * panels.columns * 2)
+    if STAGES > AT_ONCE:
+        if y >= AT_ONCE:
+            wait(keys.full, y - AT_ONCE)
+    bar = expect(keys.full, y, BYTES)
     for n in gl.static_range(len(keys.memory)):
         load_piece(X, keys.memory[n], y, entries, h, row, column, bar, P)
         column += keys.memory[n].shape[4]
@@ -186,21 +194,33 @@ def release(keys, y, COUNT: gl.constexpr):
 
 
 @gluon.jit
+def release_values(o, keys, y, COUNT: gl.constexpr):
+    """Wait for the products of a tile of V, and release its COUNT stages one by one: the sooner the next are loaded."""
+    PIECES: gl.constexpr = len(keys.memory)
+    for x in gl.static_range(COUNT):
+        o = wait_for(pieces_after(x, PIECES, len(o)), o)
+        arrive(keys.empty, y + x)
+    return o
+
+
+@gluon.jit
 def logits(q, keys, y):
     """Start S^T = K Q^T of the tile whose first panel is use y."""
     PANELS: gl.constexpr = q[0].shape[0]
     S = zeros_of_piece(keys.memory[0].shape[3], q[0].shape[3])
     for x in gl.static_range(PANELS):
         wait(keys.full, y + x)
-        of_q, of_k = tile_of(q, x), tile_at(keys.memory, y + x)
+        of_q, of_k = tile_in_loop(q, x, y), tile_at(keys.memory, y + x)
         for n in gl.static_range(len(q)):
             S = warpgroup_mma(of_k[n], of_q[n].permute((1, 0)), S, use_acc=x + n > 0, is_async=True)
     return S
 
 
 @gluon.jit
-def weigh(S, o, m, l, t, y, work, heads, i, p, keys, variant, c, split: gl.constexpr, panels: gl.constexpr):
-    """Start O^T += V^T P^T of key tile t, whose values are uses from y on. Of l's rows, every key of a tile has one."""
+def weigh(
+    S, o, m, l, t, y, work, heads, i, p, flags, keys, variant, c, split: gl.constexpr, panels: gl.constexpr,
+):  # fmt: skip
+    """Start O^T += V^T P^T of key tile t, whose values are uses from y on."""
     B_C: gl.constexpr = split.B_C
     PANELS: gl.constexpr = panels.of_v
     PIECES: gl.constexpr = len(keys.memory)
@@ -215,34 +235,30 @@ def weigh(S, o, m, l, t, y, work, heads, i, p, keys, variant, c, split: gl.const
             v = tile_at(keys.memory, y + x)
             for n in gl.static_range(PIECES):
                 zero_outside(v[n], work.first - t * B_C, work.last - t * B_C)
-    m_new, shift = row_max(gl.max(S, 0), m, c)
-    alpha = rescaling(m, shift, c)
-    P = gl.exp2(S * c - shift[None, :])
+    P, o, m, l = online(S, o, m, l, c, flags)
     p.store(P.to(p.dtype))
     fence_async_shared()
     triton_compat.barrier()
-    l = l * alpha[None, :] + P
-    alpha = gl.convert_layout(alpha, gl.SliceLayout(0, o[0].type.layout))[None, :]
     sums = ()
     for x in gl.static_range(PANELS):
         v = tile_at(keys.memory, y + x)
         for n in gl.static_range(PIECES):
             if PIECES * x + n < len(o):
-                scaled = o[PIECES * x + n] * alpha
                 if not panels.shared:  # else `logits` waited
                     wait(keys.full, y + x)
-                sums += (warpgroup_mma(v[n].permute((1, 0)), p, scaled, is_async=True),)
-    return sums, m_new, l
+                sums += (warpgroup_mma(v[n].permute((1, 0)), p, o[PIECES * x + n], is_async=True),)
+    return sums, m, l
 
 
 @gluon.jit
-def attend(Q, O, L, partial, q, p, keys, batch, variant, c, H_k, W, split: gl.constexpr, panels: gl.constexpr):
+def attend(Q, O, L, partial, q, p, flags, keys, batch, variant, c, H_k, W, split: gl.constexpr, panels: gl.constexpr):
     """Run the warps that compute."""
     B_R: gl.constexpr = split.B_R
     B_C: gl.constexpr = split.B_C
     WIDTHS: gl.constexpr = pieces_of_v(split, panels)
     COUNT: gl.constexpr = stages_of_tile(panels)
     OF_K: gl.constexpr = panels.of_k
+    OF_V: gl.constexpr = panels.of_v
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B_R, 16])
     by_row: gl.constexpr = gl.SliceLayout(0, layout)
     wait_dependencies()
@@ -256,29 +272,31 @@ def attend(Q, O, L, partial, q, p, keys, batch, variant, c, H_k, W, split: gl.co
         o = ()
         for n in gl.static_range(len(WIDTHS)):
             o += (zeros_of_piece(WIDTHS[n], B_R),)
-        m = gl.full([B_R], float("-inf"), gl.float32, by_row)
-        l = gl.zeros([B_C, B_R], gl.float32, layout)
+        m = gl.full([B_R], LOWEST, gl.float32, by_row)
+        l = sums_of_threads(gl.zeros([B_C, B_R], gl.float32, layout))
         if panels.shared:
             for t in range(work.lo, work.hi):
                 S = warpgroup_mma_wait(0, [logits(q, keys, y)])
-                o, m, l = weigh(S, o, m, l, t, y, work, heads, i, p, keys, variant, c, split, panels)
-                o = wait_for(0, o)
-                release(keys, y, COUNT)
+                release(keys, y + OF_V, COUNT - OF_V)
+                o, m, l = weigh(S, o, m, l, t, y, work, heads, i, p, flags, keys, variant, c, split, panels)
+                o = release_values(o, keys, y, OF_V)
                 y += COUNT
         elif work.lo < work.hi:
             S = warpgroup_mma_wait(0, [logits(q, keys, y)])
             release(keys, y, OF_K)
             for t in range(work.lo, work.hi - 1):  # S of the next key tile begins before the softmax of this one
                 S_next = logits(q, keys, y + COUNT)
-                o, m, l = weigh(S, o, m, l, t, y + OF_K, work, heads, i, p, keys, variant, c, split, panels)
+                o, m, l = weigh(S, o, m, l, t, y + OF_K, work, heads, i, p, flags, keys, variant, c, split, panels)
                 o, S = wait_for_both(0, o, S_next)
                 release(keys, y + OF_K, COUNT)  # V, and the next K
                 y += COUNT
-            o, m, l = weigh(S, o, m, l, work.hi - 1, y + OF_K, work, heads, i, p, keys, variant, c, split, panels)
+            o, m, l = weigh(
+                S, o, m, l, work.hi - 1, y + OF_K, work, heads, i, p, flags, keys, variant, c, split, panels
+            )
             o = wait_for(0, o)
             release(keys, y + OF_K, COUNT - OF_K)
             y += COUNT
-        l = gl.sum(l, 0)
+        m, l = totals(m, l)
         column = 0
         for n in gl.static_range(len(o)):
             part = gl.permute(o[n], (1, 0))
@@ -346,6 +364,7 @@ def attention_decode(
     B_R: gl.constexpr = split.B_R
     of_p: gl.constexpr = gl.NVMMASharedLayout.get_default_for([B_C, B_R], K.dtype)
     p = gl.allocate_shared_memory(K.dtype, [B_C, B_R], of_p)
+    flags = flags_of_warps()
     q = allocate(K, K.dtype, panels.of_k, B_R, panels.columns)
     memory = allocate(K, K.dtype, split.STAGES, B_C, panels.columns)
     keys = Channel(memory, barriers(split.STAGES, 1), barriers(split.STAGES, 1))
@@ -357,7 +376,7 @@ def attention_decode(
         V = K
     gl.warp_specialize(
         [
-            (attend, (Q, O, L, partial, q, p, keys, batch, variant, c, H_k, W, split, panels)),
+            (attend, (Q, O, L, partial, q, p, flags, keys, batch, variant, c, H_k, W, split, panels)),
             (load, (K, V, keys, early, batch, variant, H_k, W, split, panels)),
         ],
         [1], [48 if panels.shared else 72],
