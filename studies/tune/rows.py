@@ -40,7 +40,7 @@ def _of_portable(row: Tiles) -> list[Tiles]:
 
 
 def _of_hopper(row: Row) -> list[Row]:
-    """Change one field or two. Where two programs share the registers, none are left for other tiles."""
+    """Change one field or two. Where programs share the registers, none are left for other tiles."""
     if not isinstance(row, Forward):
         return [row._replace(**change) for change in OF_BACKWARD]
     kept = {"B_c", "registers"} if row.programs > 1 else set()

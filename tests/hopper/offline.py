@@ -35,7 +35,7 @@ DTYPES = torch.bfloat16, torch.float32
 
 CALLS = {
     64: (
-        "full", "long causal", "causal", "short", "short causal", "scored", "combined", "fp16x3", "bf16x6",
+        "full", "long causal", "causal", "short", "short causal", "narrow", "scored", "combined", "fp16x3", "bf16x6",
         "fp16x3 varlen", "biased", "wide", "pages of 16", "decode pages of 16", "functions",
     ),
     128: (
@@ -84,6 +84,7 @@ def calls() -> dict[str, dict[str, Any]]:
         "latents, dropout": causal | {"D_v": 128, "dropout": 0.1},
         "single": {"S": 64},
         "short": {"S": 128},
+        "narrow": {"S": 197},
         "short causal": causal | {"S": 128},
         "causal": causal,
         "long causal": causal | {"S": 8192},

@@ -44,6 +44,7 @@ FORWARD: dict[Any, Forward] = {
     (64, "masked"): Forward(3, 128, 2, 2, pingpong=True, fetch_early=True, wait_pv=1, registers=160),
     (64, "small"): Forward(2, 128, 2, 2, pingpong=True, fetch_early=True, wait_pv=1, registers=240),
     (64, "short"): Forward(2, 64, 4, 3, pingpong=False, fetch_early=True, wait_pv=0, registers=112, programs=2),
+    (64, "narrow"): Forward(1, 64, 3, 3, pingpong=False, fetch_early=True, wait_pv=0, registers=136, programs=3),
     128: Forward(2, 128, 2, 2, pingpong=False, fetch_early=True, wait_pv=0, registers=240),
     (128, "masked"): Forward(2, 128, 2, 2, pingpong=True, fetch_early=True, wait_pv=2, registers=240),
     (128, "short"): Forward(2, 128, 3, 2, pingpong=False, fetch_early=True, wait_pv=0, registers=240),
@@ -212,8 +213,9 @@ def eight_bits_row(p: Problem) -> EightBits:
 def keys(p: Problem) -> dict[str, Any]:
     """Return a problem's key into each table; fp32 has none. At head size 64, large tiles leave no registers for scores
     and dropout. They also waste much of what listed tiles leave out, of masked calls to 1024 queries, and of others to
-    256. Short calls have a tile or two of a head: they are faster with small key tiles and two programs on a
-    multiprocessor, at 128 only up to 64 tokens. From there to 512 they are faster with a third stage of Q. Masks are
+    256, and from two whole ones to 512. Short calls have a tile or two of a head: they are faster with small key tiles
+    and several programs on a multiprocessor, at 128 only up to 64 tokens. From there to 512 they are faster with a
+    third stage of Q. Masks are
     faster if the previous product is complete before them (`wait_pv`). At 128, so are dropout and scores, except
     SoftCap. Longer masks alone are faster there with ping-pong scheduling (`pingpong`)."""
     if p.dtype == torch.float32:
@@ -229,8 +231,8 @@ def keys(p: Problem) -> dict[str, Any]:
         if registers_short:
             forward = 64, "small"
         elif longest <= (1024 if recipe.mask else 256):
-            forward = 64, "short"
-        elif p.M <= (1024 if recipe.mask else 256):
+            forward = 64, "short" if recipe.mask or longest <= 128 else "narrow"
+        elif p.M <= (1024 if recipe.mask else 256) or 384 < p.M <= SHORT:
             forward = 64, "small"
         elif recipe.mask:
             forward = 64, "masked"

@@ -26,7 +26,7 @@ ALLOWED: dict[str, dict[str, tuple[int | None, ...]]] = {
         "registers": (None, *range(24, 256, 8)),
     },
     "hopper": {
-        "B_r": (64, 128), "B_c": (32, 64, 128), "warpgroups": (1, 2, 3), "programs": (1, 2),
+        "B_r": (64, 128), "B_c": (32, 64, 128), "warpgroups": (1, 2, 3), "programs": (1, 2, 3),
         "q_stages": STAGES, "kv_stages": STAGES, "do_stages": STAGES, "wait_pv": (0, 1, 2, 3),
         "registers": tuple(range(24, 248, 8)),
     },
