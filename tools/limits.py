@@ -216,7 +216,7 @@ def counts() -> list[Count]:
         Count("functions that keep by a Problem", len(kept()), 2),
         Count(f"generated files over {HEAVIEST // 1000} kB in git", len(generated()), 0, None, tuple(generated())),
         Count("lines of our masks and scores, device code, too", ours, 900),
-        Count("lines of src", lines, 35_250, 24_400),
+        Count("lines of src", lines, 35_270, 24_400),
     ]
 
 
