@@ -14,11 +14,12 @@ import torch
 import tilewise as tw
 from tilewise.append import api as append
 from tilewise.append import op as append_op
-from tilewise.attention import api, eager, gradients
+from tilewise.attention import api, eager, gradients, op
 from tilewise.call import calls as known
 from tilewise.call import check
 
 pytest.importorskip("triton")
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.nvidia import driver as nvidia
 
 from tilewise.call.operands import Saved
@@ -225,7 +226,7 @@ def test_the_launchers_get_what_they_would_without_it(launched, monkeypatch, nam
 def forget(monkeypatch):
     """Let every call make its launches anew."""
     monkeypatch.setattr(Replay, "run", lambda *_: False)
-    for module in (api, append):
+    for module in (api, op, append):
         monkeypatch.setattr(module, "find", lambda *_: None)
 
 
@@ -415,6 +416,26 @@ def test_a_known_call_enters_few_functions(launched, monkeypatch, name):
     assert min(counts[17:]) <= FEW[name], counts
 
 
+@pytest.mark.parametrize(("backward", "most"), [(False, 25), (True, 30)])
+def test_a_known_operator_enters_few_functions(launched, monkeypatch, backward, most):
+    """With what torch has around an operator in Python: compiled code calls them."""
+    x, do = [torch.randn(2, 300, 4, 128, dtype=BF16) for _ in range(3)], torch.randn(2, 300, 4, 128, dtype=BF16)
+    _, recipe, longest = check.check_arguments(*x, tw.Causal(), (), None, None, 0.0, None, None, False, None)
+    text, operators = recipe.encode(), torch.ops.tilewise
+    o, lse = operators.attention(*x, [], None, text, *longest)
+    same_memory(monkeypatch, cycle=4 if backward else 2)
+
+    def call():
+        if backward:
+            operators.attention_backward(do, None, *x, [], None, o, lse, text, *longest, [])
+        else:
+            operators.attention(*x, [], None, text, *longest)
+
+    with torch.no_grad():
+        counts = [entered(call) for _ in range(72)]
+    assert 0 < min(counts[68:]) <= most, counts
+
+
 def test_a_known_backward_enters_few_functions(launched, monkeypatch):
     same_memory(monkeypatch, cycle=4)  # o, dq, dk and dv
     call, _ = trained("causal")
@@ -514,6 +535,46 @@ def test_a_backward_of_a_sink_that_learns_is_repeated(launched, monkeypatch, nam
     forget(monkeypatch)
     assert found == trained_launches(launched, *trained(name, 4, options()))
     assert ((4,), torch.float32, (1,)) in found[1]
+
+
+class Passing(TorchDispatchMode):
+    """A mode that changes nothing. Under one, as in compiled code, calls come to a back end by operators."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("more", [{"backend": "hopper"}, {"backend": "triton"}], ids=str)
+@pytest.mark.parametrize("name", [*OPTIONS, "learned bias"])
+def test_operators_repeat_what_they_have_launched(launched, monkeypatch, name, more):
+    """Forward and backward, of what eager calls repeat; launches and gradients are those of calls made anew."""
+
+    def made():
+        call, tensors = trained("full", 4, learned_bias(4)) if name == "learned bias" else trained(name, 4, more)
+        with Passing():
+            return trained_launches(launched, call, tensors)
+
+    made(), made()
+    with monkeypatch.context() as patch:
+        if name not in ("bias", "deterministic"):
+            patch.setattr(host.Launch, "run", refuse)
+            patch.setattr(Replay, "run", refuse)
+        found = made()
+    forget(monkeypatch)
+    assert found == made()
+    assert len(found[0]) > 1
+
+
+def test_operators_give_the_gradients_that_are_wanted(launched):
+    options = learned_bias(4)
+    q, k, v = (torch.randn(2, 49, 4, 64, dtype=BF16, requires_grad=True) for _ in range(3))
+    (bias,) = options["score"].tensors
+    for leaves in ([q], [q, bias], [bias], [k, bias]) * 3:
+        with Passing():
+            o, lse = tw.attention(q, k, v, score=options["score"], backend="triton", return_lse=True)
+            for of in ((o,), (o, lse), (lse,)):
+                grads = torch.autograd.grad(of, leaves, [torch.ones_like(t) for t in of], retain_graph=True)
+                assert [grad.shape for grad in grads] == [t.shape for t in leaves]
 
 
 def test_a_sink_that_learns_by_operations_of_torch_is_not_repeated(launched):

@@ -167,11 +167,11 @@ def _differentiated(given: Any, call: Call, needed: Any, do: Tensor | None, dlse
     saved = Saved(o, lse, seed, tuple(extra))
     grads = run_backward(tensors, saved, do, dlse, of_gradients)
     if call.backward is None and do is not None and dlse is None and not (extra or CHECK):
-        call.backward = _repeated(tensors, saved, do, of_gradients)
+        call.backward = repeated(tensors, saved, do, of_gradients)
     return None, None, None, *grads
 
 
-def _repeated(tensors: Any, saved: Saved, do: Tensor, call: Any) -> Any:
+def repeated(tensors: Any, saved: Saved, do: Tensor, call: Any) -> Any:
     """Return how a backward that has run is repeated, or None."""
     if not (saved.o.dtype == tensors[0].dtype == do.dtype and plain((*tensors, saved.o, do))):
         return None
