@@ -46,14 +46,16 @@ def test_as_the_reference_and_nothing_else_is_read(case, dtype, backend):
 
 
 @BACKENDS
+@pytest.mark.parametrize(("scale", "most"), [(None, 2e-3), (0.5, 3.2e-2)])
 @pytest.mark.parametrize("page", [64, 16, None])
 @pytest.mark.parametrize("M", [1, 2])
 @pytest.mark.parametrize("H", [16, 24, 128])
-def test_long_sequences(H, M, page, backend):
-    call = caches.make(replace(LONG, H=H, queries=(M,) * 4, page=page), "cuda")
+def test_long_sequences(H, M, page, scale, most, backend):
+    """Also with logits whose row max still grows after many tiles, and where a few keys have all the weight."""
+    call = caches.make(replace(LONG, H=H, queries=(M,) * 4, page=page, scale=scale), "cuda")
     with left_out(backend, refused=M * H > ROWS):
         found, again = run(call, backend=backend), run(call, backend=backend)
-    assert max(caches.errors(found, caches.truth(call))) < 2e-3
+    assert max(caches.errors(found, caches.truth(call))) < most
     assert torch.equal(found[0], again[0])
 
 
