@@ -60,7 +60,7 @@ def attention_backward_op(
     call = Recipe.decode(recipe), (max_q, max_k), tuple(wanted)
     if k is None or do is None or dlse is not None:
         return present(run_backward(tensors, saved, do, dlse, call))
-    key, given = (recipe, *call[1:]), present((*tensors, o, lse, seed))
+    key, given = (recipe, *call[1:], seed is None), present((*tensors, o, lse, seed))
     repeat = find(key, [do, *given])
     grads = repeat and repeat.run(do, given)
     if grads is None:

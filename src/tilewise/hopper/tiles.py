@@ -212,12 +212,12 @@ def eight_bits_row(p: Problem) -> EightBits:
 
 def keys(p: Problem) -> dict[str, Any]:
     """Return a problem's key into each table; fp32 has none. At head size 64, large tiles leave no registers for scores
-    and dropout. They also waste much of what listed tiles leave out, of masked calls to 1024 queries, and of others to
-    256, and from two whole ones to 512. Short calls have a tile or two of a head: they are faster with small key tiles
-    and several programs on a multiprocessor, at 128 only up to 64 tokens. From there to 512 they are faster with a
-    third stage of Q. Masks are
-    faster if the previous product is complete before them (`wait_pv`). At 128, so are dropout and scores, except
-    SoftCap. Longer masks alone are faster there with ping-pong scheduling (`pingpong`)."""
+    and dropout. They also waste much of what listed tiles leave out, and of masked calls to 1024 queries. Of calls
+    without a mask, they waste much to 256 queries and from 385 to 512. Short calls have a tile or two of a head: they
+    are faster with small key tiles and several programs on a multiprocessor, at 128 only up to 64 tokens. From there to
+    512 they are faster with a third stage of Q. Masks are faster if the previous product is complete before them
+    (`wait_pv`). At 128, so are dropout and scores, except SoftCap. Longer masks alone are faster there with ping-pong
+    scheduling (`pingpong`)."""
     if p.dtype == torch.float32:
         return {}
     size, recipe = padded(p), p.recipe

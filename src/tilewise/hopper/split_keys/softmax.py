@@ -35,7 +35,8 @@ def sums_of_threads(x):
 
 @gluon.jit
 def online(S, o, m, l, c, flags):
-    """Return P of the next key tile, and o, m and l as they then are. m is in base 2, and l a sum for each thread."""
+    """Return P of the next key tile, and o, m and l as they then are. S and P: (B_c, B_r), fp32. o: pieces of
+    (columns, B_r). m: (B_r,), in base 2. l: what each thread has summed. c turns S into base 2."""
     if above(S * c - m[None, :], flags):
         before = m
         m = gl.maximum(m, gl.max(S, 0) * c)
