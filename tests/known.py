@@ -7,13 +7,15 @@ that pass write what they compiled. Do that after a change of kernels, or every 
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).with_name("known")
 ANEW = "TILEWISE_COMPILE_ANEW"
+MOST = 0.25
+"""The part of a script's kernels that may be new, so that a run stays short."""
 
 
 class KnownError(Exception):
@@ -32,12 +34,15 @@ def known(section: str) -> frozenset[str]:
     return frozenset() if ANEW in os.environ or not file.exists() else frozenset(file.read_text().split())
 
 
-def remember(triton: str, section: str, rows: Iterable[dict[str, Any]]) -> None:
-    """Write the digests of rows, which hold no fault, if everything was compiled anew."""
+def remember(triton: str, section: str, rows: Sequence[dict[str, Any]]) -> None:
+    """Write the digests of rows, which hold no fault, if everything was compiled anew; else see that few are new."""
+    file = _file(triton, section)
     if ANEW in os.environ:
-        file = _file(triton, section)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("\n".join(sorted({row["ir"] for row in rows if "ir" in row})) + "\n")
+    elif file.exists():
+        new = sum("known" not in row for row in rows)
+        assert new <= MOST * len(rows), f"{new} of {len(rows)} kernels are compiled in every run: renew {file.name}"
 
 
 def compile_new(make: Callable[[], Any], digests: frozenset[str]) -> tuple[str, Any]:
@@ -54,6 +59,15 @@ def compile_new(make: Callable[[], Any], digests: frozenset[str]) -> tuple[str, 
     return digest, kernel
 
 
+def _told(target: Any, options: Any) -> str:
+    """Return what options say, wherever Triton lies: of AMD's, Triton 3.6.0 hashes the paths of libraries."""
+    import triton
+
+    if target.backend != "hip":
+        return options.hash()
+    return "_".join(f"{name}-{value}" for name, value in vars(options).items()).replace(triton.__path__[0], "")
+
+
 @contextmanager
 def _digested(digests: frozenset[str]) -> Iterator[list[str]]:
     """Note the digests of all IR that is built, and stop at those."""
@@ -66,7 +80,7 @@ def _digested(digests: frozenset[str]) -> Iterator[list[str]]:
     def replaced(make_ir: Any) -> Any:
         def make(self: Any, target: Any, options: Any, *rest: Any) -> Any:
             module = make_ir(self, target, options, *rest)
-            text = f"{target} {options.hash()} {module.str_nodebug()}"
+            text = f"{target} {_told(target, options)} {module.str_nodebug()}"
             found.append(hashlib.sha256(text.encode()).hexdigest()[:16])
             if found[-1] in digests:
                 raise KnownError
