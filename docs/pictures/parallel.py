@@ -1,5 +1,6 @@
 """Who sends keys to whom, by plan and sharding; and the table of modelled costs in docs/use/many-gpus.md."""
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from tilewise.parallel.reach import reach_of
 from tilewise.parallel.shardings import Contiguous, Zigzag, deal
 from tilewise.parallel.shards import Shards
 
+TWO = Path(__file__).parents[2] / "benchmarks" / "results" / "nvidia-h200" / "parallel-x2.json"
+"""What two H200s did."""
 RANKS, N, CHUNK = 8, 4096, 64
 GPUS, TOKENS = (8, 16, 64, 256, 1024), (1 << 16, 1 << 18, 1 << 20, 1 << 22, 10 << 20)
 HEADS, KEY_HEADS, HEAD_SIZE = 32, 8, 128
@@ -103,9 +106,27 @@ def memory() -> str:
     return "\n".join(lines)
 
 
+def measured(file: Path = TWO) -> str:
+    """Return the measured efficiency of each plan, by mask, sharding and tokens."""
+    rows = json.loads(file.read_text())
+    lengths = sorted({row["tokens"] for row in rows})
+    named = {"window": "a window of 8k"}
+    cells: dict[str, dict[int, str]] = {}
+    for row in rows:
+        case = f'{named.get(row["mask"], row["mask"])} | {row["sharding"]} | "{row["plan"]}"'
+        cells.setdefault(case, {})[row["tokens"]] = f"{row['efficiency']:.2f}"
+    lines = [
+        "| mask | sharding | plan | " + " | ".join(_short(n) for n in lengths) + " |",
+        "|---" * (3 + len(lengths)) + "|",
+    ]
+    return "\n".join(
+        [*lines, *(f"| {case} | " + " | ".join(of.get(n, "") for n in lengths) + " |" for case, of in cells.items())]
+    )
+
+
 def _short(tokens: int) -> str:
     return f"{tokens >> 20}M" if tokens >= 1 << 20 else f"{tokens >> 10}k"
 
 
 if __name__ == "__main__":
-    print(table(), memory(), sep="\n\n")
+    print(table(), memory(), measured(), sep="\n\n")

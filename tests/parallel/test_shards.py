@@ -8,7 +8,7 @@ import torch
 
 import tilewise as tw
 from tilewise.attention import reference
-from tilewise.parallel import Explanation, fixed, plans
+from tilewise.parallel import fixed, plans
 from tilewise.parallel.costs import Cluster, Cost, Sizes, cost, current, fit
 from tilewise.parallel.pieces import join, length
 from tilewise.parallel.plans import choose
@@ -182,18 +182,6 @@ def test_ulysses_has_spans_of_fixed_documents():
         assert plans.in_spans(w._replace(mask=mask), q, 4) is mask
         band = w._replace(mask=tw.Causal())
         assert plans.in_spans(band, q, 4) is band.mask
-
-
-def test_plans_that_no_gpus_have_run_are_chosen_there_by_name_alone(monkeypatch):
-    monkeypatch.setattr(plans, "memory_limit", lambda device: 16e9)
-    costs = {plan: Cost(seconds, 0.0, 0.0, 1e9) for plan, seconds in (("halo", 1.0), ("ring", 2.0))}
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert plans.by_default(costs, cpu) == "halo"
-    for names, plan, words in ((("halo",), "ring", "by name alone"), ((), "halo", "chosen")):
-        monkeypatch.setattr(plans, "BY_NAME", names)
-        assert plans.by_default(costs, gpu) == plan
-        explained = Explanation(plan, costs, {}, [], by_name=plans.only_by_name(gpu))
-        assert [line for line in str(explained).splitlines() if line.startswith("halo") and line.endswith(words)]
 
 
 def test_the_fastest_plan_under_the_limit_of_memory_is_chosen():

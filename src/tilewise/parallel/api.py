@@ -19,9 +19,9 @@ from ..values.masks import Mask
 from ..values.value import Unsupported
 from .agree import Facts, agreed, together
 from .check import check_call, facts_of, same_seed
-from .costs import VARIABLE, Cluster, Cost, current
+from .costs import DEFAULT_SOURCE, VARIABLE, Cluster, Cost, current
 from .held import checked
-from .plans import NAMES, Grid, Plan, Work, by_default, candidates, costs_of, needs_numbers, only_by_name, refusals, run
+from .plans import NAMES, Grid, Plan, Work, candidates, choose, costs_of, memory_limit, needs_numbers, refusals, run
 from .reach import reach_of
 from .shardings import Sharding, refuse_sharding
 
@@ -83,16 +83,14 @@ class Explanation:
     costs: dict[Plan, Cost]
     refusals: dict[Plan, list[str]]
     work: list[float]
-    source: str = "guesses, not measured"
+    source: str = DEFAULT_SOURCE
     """Where the model's numbers come from."""
-    by_name: tuple[Plan, ...] = ()
-    """Plans that this device has by name alone: no GPUs have run them together."""
 
     def __str__(self) -> str:
         head = f"{'plan':<28}{'seconds':>10}{'exposed':>10}{'GB received':>13}{'GB held':>9}"
         lines = [f"{head}   (a model, by {self.source})"]
         for plan, one in self.costs.items():
-            chosen = "  chosen" if plan == self.plan else "  by name alone" if plan in self.by_name else ""
+            chosen = "  chosen" if plan == self.plan else ""
             numbers = f"{one.seconds:>10.2e}{one.exposed:>10.1e}{one.received / 1e9:>13.3f}{one.memory / 1e9:>9.3f}"
             lines.append(f"{plan!s:<28}{numbers}{chosen}")
         lines += [f"{plan!s:<28}refuses: {'; '.join(why)}" for plan, why in self.refusals.items() if why]
@@ -124,11 +122,11 @@ def explain(
     """
     refuse_sharding(sharding)
     w = check_call("tilewise.parallel.explain", q, k, v, sharding, options)
-    source = "cluster=" if cluster else os.environ.get(VARIABLE) or "guesses, not measured"
+    source = "cluster=" if cluster else os.environ.get(VARIABLE) or DEFAULT_SOURCE
     costs = costs_of(w, q, k, cluster or current())
     against = {plan: refusals(plan, w, q.shape[2]) for plan in candidates(w)}
     work = reach_of(w.mask, w.N, *q.shape[::2]).work(w.pieces)
-    return Explanation(by_default(costs, q.device), costs, against, work, source, only_by_name(q.device))
+    return Explanation(choose(costs, memory_limit(q.device)), costs, against, work, source)
 
 
 @contextmanager
@@ -168,7 +166,7 @@ def _prepared(
     if kind is not None:
         q, k, v = (cast(t, kind) for t in (q, k, v))
     if plan is None:
-        plan = by_default(costs_of(w, q, k, current()), q.device)
+        plan = choose(costs_of(w, q, k, current()), memory_limit(q.device))
     elif not isinstance(plan, Grid) and plan not in NAMES:
         raise ValueError(
             f"plan must be None, Grid(...) or one of {', '.join(NAMES)}, got {plan!r}; leave it out to have one chosen"

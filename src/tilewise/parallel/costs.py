@@ -1,26 +1,35 @@
-"""A model of what plans cost, forward and backward of one layer: of a default cluster that nobody has measured, or of
-one fitted to what studies/bench/parallel.py measured."""
+"""A model of what plans cost, forward and backward of one layer: of H200s, two of which were measured, or of a cluster
+that is fitted to other rows of studies/bench/parallel.py."""
 
 import json
 import os
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from itertools import product
 from math import exp, log
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
 VARIABLE = "TILEWISE_CLUSTER"
+DEFAULT_SOURCE = "what two H200s did; between nodes by guesses"
+
+
+ADDED = 16
+"""Bytes that each number of a part's o and dq costs: it is written in fp32, read, and added to a sum."""
 
 
 class Cluster(NamedTuple):
-    """What the model assumes of GPUs and links, by default H200s, NVLink in nodes of 8, and 400 Gb/s between them."""
+    """What the model assumes of GPUs and links, by default H200s with NVLink in nodes of 8, and 400 Gb/s between them.
 
-    forward: float = 640e12
+    Rates, link and beside are fitted to two H200s (`fit`); all else is guessed.
+    """
+
+    forward: float = 680e12
     """FLOP/s of long rows, forward; then backward."""
-    backward: float = 560e12
-    link: float = 340e9
-    """Bytes/s a GPU and direction inside a node; then between nodes."""
+    backward: float = 590e12
+    link: float = 88e9
+    """Bytes/s a GPU and direction inside a node, with all that goes before and after a message; then between nodes."""
     network: float = 42e9
     memory: float = 4.0e12
     """Bytes/s of a GPU's memory."""
@@ -29,8 +38,8 @@ class Cluster(NamedTuple):
     """Seconds that a message takes to start inside a node; then between nodes; then those of a launch."""
     network_start: float = 40e-6
     launch: float = 15e-6
-    beside: float = 0.06
-    """The part of a GPU that communication takes from a kernel beside it."""
+    beside: float = 1.0
+    """What kernels beside a message lose, as a part of the time that it takes inside a node."""
 
 
 class Sizes(NamedTuple):
@@ -84,9 +93,10 @@ def cost(plan: str, inner: int, x: Sizes, c: Cluster = Cluster()) -> Cost:  # no
     for peak, scale, size in ((c.forward, 1.0, keys), (c.backward, 2.5, keys + sums)):
         work = scale * flops * x.balance / _rate(peak, rows / (x.calls if plan == "halo" else 2))
         if plan == "ring":
-            step = work / R + 2 * c.launch + 12 * rows / 2 * h * x.D / c.memory
+            parts = (1 + x.most * (R - 1)) / R  # of its rows, which see as much of a rank as it sees of them
+            step = work / R + 2 * c.launch + ADDED * parts * rows * h * x.D / c.memory
             talk = part * size / speed + start
-            seconds += step + (R - 1) * max(step * (1 + c.beside * min(1.0, talk / step)), talk)
+            seconds += step + (R - 1) * max(step + c.beside * part * size / c.link, talk)
             exposed += (R - 1) * max(0.0, talk - step)
         else:
             talk = part * (R - 1) * size / speed + start * R**0.5
@@ -118,8 +128,8 @@ def _rate(peak: float, rows: float) -> float:
 def fit(rows: Iterable[Mapping[str, Any]], cluster: Cluster = Cluster()) -> Cluster:  # noqa: B008, a value
     """Return the cluster whose costs come closest to measured ones, by the mean square of their logarithms.
 
-    Rates follow from one GPU with its share of the work; then the link from plans over that, as the rounds of the two
-    alternated: a GPU whose clock changes from row to row slows both.
+    Rates follow from one GPU with its share of the work; then the link, and what kernels beside messages lose, from
+    plans over that, as the rounds of the two alternated: a GPU whose clock changes from row to row slows both.
 
     Args:
         rows: those of studies/bench/parallel.py with a causal mask; others are left out.
@@ -149,7 +159,8 @@ def fit(rows: Iterable[Mapping[str, Any]], cluster: Cluster = Cluster()) -> Clus
 
     faster = fmean([log(of_share(x, cluster) * 1e3 / share) for _, x, share, _ in of_model])  # its time is all rates'
     cluster = cluster._replace(forward=cluster.forward * exp(faster), backward=cluster.backward * exp(faster))
-    return min((cluster._replace(link=cluster.link * 2 ** (n / 200)) for n in range(-1600, 1601)), key=error)
+    tried = product(range(-160, 161), range(11))
+    return min((cluster._replace(link=cluster.link * 2 ** (n / 20), beside=part / 10) for n, part in tried), key=error)
 
 
 def current() -> Cluster:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -39,9 +40,10 @@ class Grid:
 
 Plan = str | Grid
 NAMES = ("ulysses", "gather", "ring", "halo")
-BY_NAME = ("halo",)
-"""Plans whose messages no GPUs have exchanged yet, which are chosen there by name alone. Remove a name once its test in
-tests/card/test_parallel.py has passed."""
+
+
+EVEN = ("visible", "balance", "most", "fetched", "calls")
+"""What `Sizes` says of a mask and a sharding."""
 
 
 class Work(NamedTuple):
@@ -106,8 +108,8 @@ def candidates(w: Work) -> list[Plan]:
     return list(NAMES) if len(sizes) == 1 else [Grid(sizes[1], sizes[0])]
 
 
-def even(w: Work, inner: int) -> tuple[float, float, float, int]:
-    """Return what `Sizes` calls visible, balance, most and calls; balance of what `inner` ranks hold in common.
+def even(w: Work, inner: int) -> tuple[float, ...]:
+    """Return the fields EVEN of `Sizes`, of groups of `inner` ranks, which hold their pieces in common.
 
     A mask's tensors count where it is `fixed`, and not in a graph.
     """
@@ -127,15 +129,14 @@ even_bands._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache(16)
-def _even(numbers: Numbers, sharding: Sharding, N: int, inner: int) -> tuple[float, float, float, int]:
-    found, pieces = reach(numbers, len(numbers), N), sharding.pieces(N)
-    work = found.work(joined(pieces, inner))
-    total, s = sum(work), Shards(pieces, 0, found, Full(), (), {})
-    seen = [(own, s.seen(r)) for r, own in enumerate(pieces)]
-    most = max((length(keys) - length(meet(own, keys))) / max(1, N - length(own)) for own, keys in seen)
+def _even(numbers: Numbers, sharding: Sharding, N: int, inner: int) -> tuple[float, ...]:
+    found, pieces = reach(numbers, len(numbers), N), joined(sharding.pieces(N), inner)
+    work, s = found.work(pieces), Shards(pieces, 0, found, Full(), (), {})
+    total, seen = sum(work), [(own, s.seen(r)) for r, own in enumerate(pieces)]
+    needed = [(length(keys) - length(meet(own, keys))) / max(1, N - length(own)) for own, keys in seen]
     calls = max(map(len, pieces))
     balance = max(work) * len(work) / total if total else 1.0
-    return total / max(1, N) ** 2, balance, most, calls if 0 < calls <= FEW else 1
+    return total / max(1, N) ** 2, balance, max(needed), fmean(needed), calls if 0 < calls <= FEW else 1
 
 
 def costs_of(w: Work, q: Tensor, k: Tensor, cluster: Cluster) -> dict[Plan, Cost]:
@@ -145,26 +146,13 @@ def costs_of(w: Work, q: Tensor, k: Tensor, cluster: Cluster) -> dict[Plan, Cost
     for plan in candidates(w):
         if not refusals(plan, w, q.shape[2]):
             name, inner = ("ring", plan.ulysses) if isinstance(plan, Grid) else (plan, 1)
-            visible, balance, most, calls = even(w, inner)
-            known = {"visible": visible, "balance": balance, "most": most, "calls": calls}
-            x = sizes._replace(**known, fetched=min(1.0, 1.5 * visible))
-            found[plan] = cost(name, inner, x, cluster)
+            known = dict(zip(EVEN, even(w, inner), strict=True))
+            found[plan] = cost(name, inner, sizes._replace(**known), cluster)  # type: ignore[arg-type]
     return found
 
 
-def by_default(costs: dict[Plan, Cost], device: torch.device) -> Plan | None:
-    """Return the plan that a call has where none is named."""
-    tried = {plan: one for plan, one in costs.items() if plan not in only_by_name(device)}
-    return choose(tried, memory_limit(device))
-
-
-def only_by_name(device: torch.device) -> tuple[Plan, ...]:
-    """Return the plans that are chosen by name alone."""
-    return BY_NAME if device.type == "cuda" else ()
-
-
 def choose(costs: dict[Plan, Cost], limit: float) -> Plan | None:
-    """Return the fastest plan under a limit of memory, or the smallest if none is; None if there is none."""
+    """Return the fastest plan under a limit of memory in bytes, or the smallest if none is; None if there is none."""
     small = {plan: one for plan, one in costs.items() if one.memory <= limit}
     if small:
         return min(small, key=lambda plan: small[plan].seconds)
