@@ -1,4 +1,5 @@
-"""Compiles Hopper's 8-bit forward without a GPU: one JSON line for each head size, precision and call.
+"""Compiles Hopper's 8-bit forward without a GPU: one JSON line for each head size, precision and call. What is known
+(known.py) is not compiled, and has a digest alone.
 
 Run it in a separate process with TRITON_INTERPRET=0, as offline.py, whose tools it uses.
 """
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 
 import tilewise as tw
 from tilewise.call.operands import Saved
@@ -21,7 +23,7 @@ from tilewise.hopper import launch, plan
 from tilewise.quantize.codes import empty_codes
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
-from offline import described, innermost_loops, meta, read_hopper, sass, use_target
+from offline import described, innermost_loops, known, meta, read_hopper, read_new, sass, use_target
 
 B, S, H = 2, 1024, 16
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)", re.MULTILINE)
@@ -62,11 +64,13 @@ def loop(kernel: Any) -> dict[str, int]:
 def main() -> Iterator[dict[str, Any]]:
     """All cases, and 16 bits for comparison. Inputs that are e4m3 already count as a precision "e4m3"."""
     use_target("sm_90")
+    digests = known("hopper/offline_eight_bits.py")
     of_e4m3 = [(D, "e4m3", name) for D in (64, 128, 256) for name in (("full", "varlen") if D == 128 else ("full",))]
     for D, precision, name in [(D, None, "full") for D in (64, 128, 256)] + CASES + of_e4m3:
         wide = precision == "e4m3"
-        kernel = launch_of(D, "fp8" if wide else precision, CALLS[name], of_e4m3=wide).compile()
-        yield {"D": D, "precision": precision, "call": name, "counts": loop(kernel)} | read_hopper(kernel)
+        one = launch_of(D, "fp8" if wide else precision, CALLS[name], of_e4m3=wide)
+        row = {"triton": triton.__version__, "D": D, "precision": precision, "call": name}
+        yield row | read_new(one, digests, lambda kernel: {"counts": loop(kernel)} | read_hopper(kernel))
 
 
 if __name__ == "__main__":

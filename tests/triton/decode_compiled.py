@@ -1,4 +1,5 @@
 """Compile the kernels that split keys for a chip, without a GPU: registers, spills and loads, one JSON line a kernel.
+What is known (known.py) is not compiled, and has a digest alone.
 
 TRITON_INTERPRET=0 python tests/triton/decode_compiled.py sm_90
 """
@@ -9,7 +10,8 @@ import sys
 from itertools import chain
 
 import torch
-from offline import described, registers_and_spills, use_target
+import triton
+from offline import described, known, read_new, registers_and_spills, use_target
 
 import tilewise as tw
 from tilewise.call.operands import Saved
@@ -80,6 +82,7 @@ def measure(compiled):
 
 if __name__ == "__main__":
     use_target(sys.argv[1])
+    digests = known(f"triton/decode_compiled.py {sys.argv[1]}")
     for name, case in CASES.items():
         if len(sys.argv) > 2 and sys.argv[2] not in name:
             continue
@@ -88,4 +91,5 @@ if __name__ == "__main__":
         for launch in chain(launches(sys.argv[1], **case)):
             kernel = launch.kernel.fn.__name__
             if kernel == "attention_decode" or name in ("D128 page 64", "D128 chunks"):
-                print(json.dumps({"case": name, "kernel": kernel, **measure(launch.compile())}), flush=True)
+                row = {"triton": triton.__version__, "case": name, "kernel": kernel}
+                print(json.dumps(row | read_new(launch, digests, measure)), flush=True)

@@ -1,5 +1,5 @@
 """Compile the kernels that quantize Q, K and V for a chip, without a GPU: registers, spills and loads, one JSON line a
-kernel.
+kernel. What is known (known.py) is not compiled, and has a digest alone.
 
 TRITON_INTERPRET=0 python tests/triton/quantize_compiled.py sm_90 [128 …]
 """
@@ -10,7 +10,8 @@ import sys
 from itertools import product
 
 import torch
-from offline import described, registers_and_spills, use_target
+import triton
+from offline import described, known, read_new, registers_and_spills, use_target
 
 import tilewise as tw
 from tilewise.quantize.codes import empty_codes
@@ -39,7 +40,9 @@ def measure(compiled):
 
 if __name__ == "__main__":
     use_target(sys.argv[1])
+    digests = known(f"triton/quantize_compiled.py {sys.argv[1]}")
     for D, pairs in product(map(int, sys.argv[2:] or (64, 128, 256)), (None, "halves", "neighbours")):
         for launch in launches(sys.argv[1], D, "int8" if sys.argv[1] == "sm_80" else "fp8", pairs):
             kernel = launch.kernel.fn.__name__
-            print(json.dumps({"kernel": kernel, "D": D, "pairs": pairs, **measure(launch.compile())}), flush=True)
+            row = {"triton": triton.__version__, "kernel": kernel, "D": D, "pairs": pairs}
+            print(json.dumps(row | read_new(launch, digests, measure)), flush=True)

@@ -1,6 +1,7 @@
 """The kernels that quantize Q, K and V compile for chips that are not here, with rotary about as well as without."""
 
 import pytest
+from known import remember
 from scripts import folder_of, lines
 
 pytest.importorskip("triton")
@@ -18,6 +19,9 @@ def test_rotary_spills_little_and_reads_16_bytes_at_a_time(target, release):
     plain = {one["kernel"]: one for one in found if one["pairs"] is None}
     for one in found:
         without = plain[one["kernel"]]
+        if "known" in one or "known" in without:  # all were compiled where their digests were written
+            continue
         assert one["spills"] <= without["spills"] + MORE, (one, without)
         if one["kernel"] == "attention_quantize" and target != "gfx942":
             assert one["narrow"] <= without["narrow"], (one, without)
+    remember(found[0]["triton"], f"triton/quantize_compiled.py {target}", found)
