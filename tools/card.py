@@ -247,6 +247,7 @@ def documents(folder: Path, into: Path = results.RESULTS) -> None:
                 merged["suites"][name] = run
                 merged.setdefault("kernels", {})[env["kernels"]] = content["kernels"][env["kernels"]]
                 print(f"{name} is now in {to}")
+        results.drop_states(merged)
         results.write(to, merged)
     for script in ("tools/report.py", "docs/pictures/draw.py"):
         subprocess.run([sys.executable, str(ROOT / script)], cwd=ROOT, check=True)

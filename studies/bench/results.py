@@ -5,7 +5,7 @@ import math
 import os
 import re
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -150,6 +150,21 @@ def save_states(content: dict[str, Any], environments: Iterable[dict[str, Any]])
     """Name the states of a file's kernels once, next to its results."""
     for name in (env["kernels"] for env in environments if env["kernels"] in STATES):
         content.setdefault("kernels", {})[name] = STATES[name]
+
+
+def drop_states(content: dict[str, Any]) -> None:
+    """Drop the states of kernels that no run of a file names."""
+    named = {run["environment"]["kernels"] for part in content.values() for run in _runs(part)}
+    content["kernels"] = {name: state for name, state in content.get("kernels", {}).items() if name in named}
+
+
+def _runs(part: Any) -> Iterator[dict[str, Any]]:
+    """Yield what has an environment, at any depth."""
+    if isinstance(part, dict) and "environment" in part:
+        yield part
+    elif isinstance(part, dict):
+        for inner in part.values():
+            yield from _runs(inner)
 
 
 def changed(before: Mapping[str, str], names: Iterable[str], carried: Mapping[str, str]) -> list[str]:

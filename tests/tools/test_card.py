@@ -196,5 +196,8 @@ def test_suites_that_were_measured_whole_go_into_the_results(tmp_path, monkeypat
     assert set(content["suites"]) == {"cpu"}
     assert content["kernels"][env["kernels"]]["cpu"]
     results.merge(file, "cpu", [], env | {"when": "9999"}, False)
+    content = results.load(file)
+    results.write(file, content | {"kernels": content["kernels"] | {"nobody's": {"cpu": "0"}}})
     card.documents(measured, tmp_path)
     assert results.load(file)["suites"]["cpu"]["rows"] == [], "what is newer stays"
+    assert set(results.load(file)["kernels"]) == {env["kernels"]}, "states that no run names are dropped"
