@@ -1,4 +1,5 @@
-"""Numbers of benchmarks/results that no suite measured whole: an independent run, serving, first calls, and 8 bits.
+"""Numbers of benchmarks/results that lie in files of their own: an independent run, training steps of models, serving,
+first calls, and 8 bits.
 
 `readme.py` and `screens.py` put them between the pages' comments. A function returns them by name.
 """
@@ -8,13 +9,13 @@ import math
 from pathlib import Path
 from typing import Any
 
-from studies.bench.results import OURS, RESULTS, file_of, load, rows_of
+from studies.bench.results import OURS, RESULTS, file_of, load, rows_of, unpacked
 from studies.bench.tables import geometric_mean, length_label, markdown
 
 H100, H200 = "nvidia-h100-80gb-hbm3", "nvidia-h200"
 CARDS = {"H100": H100, "H200": H200}
 """Those with suites and serving, by the names that tables show."""
-RUN, SERVING, FIRST = "independent.json", "serving.json", "first-call.json"
+RUN, SERVING, FIRST, MODELS = "independent.json", "serving.json", "first-call.json", "models.json"
 PASSES = {"fwd": "forward", "bwd": "backward"}
 LESS = 1.0
 """Below it a peer is faster."""
@@ -119,6 +120,18 @@ def decoding(results: Path = RESULTS) -> dict[str, str]:
     """The lowest share of reading, of all cards and caches."""
     lowest = min(share for card in CARDS for share, _ in shares(card, results).values())
     return {"decode-lowest": f"{100 * lowest:.0f}"}
+
+
+def models_table(stamp: str, results: Path = RESULTS) -> str:
+    """Return the milliseconds of training steps, eager and compiled, beside those of PyTorch's fastest attention."""
+    lines: dict[str, list[str]] = {}
+    for row in unpacked(read(H200, MODELS, results))["rows"]:
+        if row["ratio"] is not None:
+            at, cells = row["milliseconds"], lines.setdefault(f"{row['model']}, {row['size']}", ["", "", "", ""])
+            first = 2 * (row["mode"] == "compiled")
+            cells[first : first + 2] = f"{at[OURS]:.1f}, {at[row['than']]:.1f}", f"{row['ratio']:.2f}"
+    head = [f"a step on an H200, ms{stamp}", "eager: tilewise, PyTorch", "speed", "compiled: the same", "speed"]
+    return markdown(head, [[name, *cells] for name, cells in lines.items()])
 
 
 def first(results: Path = RESULTS) -> dict[str, float]:

@@ -51,6 +51,9 @@ def _beside(results: Path) -> dict[str, str]:
         content = load(file_of(results, device, "card.json"))
         of = Origin(content, state.carried(results), ("hopper 8-bit forward", "hopper forward", "quantize"))
         found[f"of-eight-bits-{card.lower()}"] = of.stamp(content["suites"]["eight-bits"]["environment"])
+    content = independent.read(independent.H200, independent.MODELS, results)
+    of_models = Origin(content, state.carried(results), ("hopper forward", "hopper backward", "triton single"))
+    found["models"] = independent.models_table(of_models.stamp(content["environment"]), results)
     found |= {"decoding": independent.shares_table(results), "four-gpus": independent.four_table(results)}
     return found | independent.eight_bits_tables(results)
 

@@ -6,6 +6,7 @@ Run it in a separate process with TRITON_INTERPRET=0, one per target, because Tr
     python tests/triton/offline.py keys sm_90         one JSON line a call in `lengths`: its kernels' cache keys
 """
 
+import gc
 import json
 import os
 import re
@@ -42,6 +43,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from known import compile_new, known
 from registers import unwritten
 
+gc.set_threshold(200_000, 50, 1000)  # IR is millions of objects, which Python would look through again and again
 MAIN = ("sm_80", "sm_90", "sm_100")
 """Targets that get every call; the others get fewer, so that all take a few minutes together."""
 

@@ -32,11 +32,12 @@ class Swap(torch.autograd.Function):
 def heads_of(axis: Any, pieces: tuple[Pieces, ...], tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return all rows of this rank's heads, in the whole's order."""
     U, rows = len(pieces), [length(own) for own in pieces]
-    mine = torch.cat([t.unflatten(2, (U, -1)).flatten(3) for t in tensors], 3)  # (B, m, U, h * D of all tensors)
-    whole = swap(mine.permute(2, 1, 0, 3).flatten(0, 1), [mine.shape[1]] * U, rows, axis)  # (N, B, ...)
-    if (order := order_of(pieces, whole.device)) is not None:
-        whole = whole.index_select(0, order)
+    of_ranks = [t.unflatten(2, (U, -1)).permute(2, 1, 0, 3, 4).flatten(3) for t in tensors]
+    mine = torch.cat(of_ranks, 3).flatten(0, 1)  # (U m, B, h / U * D of all tensors)
+    whole = swap(mine, [mine.shape[0] // U] * U, rows, axis)  # (N, B, ...)
     parts = whole.split([t.shape[2] // U * t.shape[3] for t in tensors], 2)
+    if (order := order_of(pieces, whole.device)) is not None:
+        parts = tuple([part.index_select(0, order) for part in parts])
     return [
         part.unflatten(2, (-1, t.shape[3])).transpose(0, 1).contiguous() for t, part in zip(tensors, parts, strict=True)
     ]
@@ -45,12 +46,14 @@ def heads_of(axis: Any, pieces: tuple[Pieces, ...], tensors: Sequence[Tensor]) -
 def rows_of(axis: Any, pieces: tuple[Pieces, ...], tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return this rank's rows of all heads."""
     U, rows = len(pieces), [length(own) for own in pieces]
-    whole = torch.cat([t.flatten(2) for t in tensors], 2).transpose(0, 1)  # (N, B, h * D of all tensors)
-    if (order := order_of(pieces, whole.device)) is not None:
-        whole = whole.index_select(0, order.argsort())
+    parts = [t.flatten(2).transpose(0, 1) for t in tensors]
+    if (order := order_of(pieces, parts[0].device)) is not None:
+        inverse = order.argsort()
+        parts = [part.index_select(0, inverse) for part in parts]
+    whole = torch.cat(parts, 2) if len(parts) > 1 else parts[0]  # (N, B, h * D of all tensors)
     mine = swap(whole, rows, [rows[dist.get_rank(axis)]] * U, axis).unflatten(0, (U, -1))  # (U, m, B, ...)
-    parts = mine.split([t.shape[2] * t.shape[3] for t in tensors], 3)
-    each = [part.unflatten(3, (-1, t.shape[3])) for t, part in zip(tensors, parts, strict=True)]
+    found = mine.split([t.shape[2] * t.shape[3] for t in tensors], 3)
+    each = [part.unflatten(3, (-1, t.shape[3])) for t, part in zip(tensors, found, strict=True)]
     return [part.permute(2, 1, 0, 3, 4).flatten(2, 3).contiguous() for part in each]
 
 
