@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from known import ANEW
 
 ROOT = Path(__file__).parents[1]
 NEWEST = "TILEWISE_TRITON_NEWEST"
@@ -33,3 +34,12 @@ def lines(script: str, *arguments: str, folder: str | None = None, **variables: 
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def alike(script: str, *arguments: str, folder: str | None = None) -> tuple[list[Any], list[Any]]:
+    """Return what a script that compiles prints, and what can be compared row by row: the same, but all compiled anew
+    where some are known (known.py) and some are not."""
+    found = lines(script, *arguments, folder=folder)
+    if len({"known" in row for row in found}) == 1:
+        return found, found
+    return found, lines(script, *arguments, folder=folder, **{ANEW: "1"})

@@ -1,4 +1,4 @@
-"""Who sends keys to whom, by plan and sharding; and the table of modelled costs in docs/use/many-gpus.md."""
+"""Who sends keys to whom, by plan and sharding; and the tables of docs/use/many-gpus.md: modelled and measured."""
 
 import json
 import sys

@@ -130,6 +130,11 @@ def mask_of(name: str, tokens: int) -> tw.Mask:
     return tp.fixed(tw.Causal() & tw.Documents(ids, ids))
 
 
+def balanced(group: Any, mask: tw.Mask, tokens: int) -> tp.Balanced:
+    """Return the sharding that deals out packed documents, in chunks of at most 1024 tokens."""
+    return tp.Balanced(group, mask, tokens, max(1, min(1024, tokens // 64)))
+
+
 def rows(
     deadline: float, backend: str | None, masks: tuple[str, ...], tokens: tuple[int, ...], heads: tuple[int, ...]
 ) -> Iterator[dict[str, Any]]:
@@ -140,7 +145,7 @@ def rows(
         if BYTES * N // P * H * D > 0.9 * room:
             continue
         mask = mask_of(name, N)
-        dealt = tp.Balanced(group, mask, N, max(1, min(1024, N // 64))) if name == "documents" else tp.Zigzag(group)
+        dealt = balanced(group, mask, N) if name == "documents" else tp.Zigzag(group)
         first, second = (dealt, tp.Contiguous(group)) if name == "causal" else (tp.Contiguous(group), dealt)
         cases: list[tuple[str, tp.Sharding]] = [(plan, first) for plan in NAMES]
         cases += {"causal": [("ulysses", second)], "documents": [("ring", second), ("halo", second)]}.get(name, [])

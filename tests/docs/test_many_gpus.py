@@ -51,8 +51,7 @@ def test_the_plan_that_is_chosen_is_within_3_percent_of_the_best(file):
         dist.init_process_group("fake", rank=0, world_size=gpus, store=FakeStore())
         try:
             whole, group = bench.mask_of(mask, tokens), dist.group.WORLD
-            dealt = {"Balanced": (whole, tokens, max(1, min(1024, tokens // 64)))}.get(sharding, ())
-            s = getattr(tp, sharding)(group, *dealt)
+            s = bench.balanced(group, whole, tokens) if sharding == "Balanced" else getattr(tp, sharding)(group)
             one = torch.empty(1, 1, 1, 128, dtype=torch.bfloat16)
             own = [one.expand(1, len(s.positions(tokens)), count, 128) for count in (*heads, heads[1])]
             found = tp.explain(*own, sharding=s, mask=whole)

@@ -144,7 +144,7 @@ def first_stage(launch: Any, seen: set[Any]) -> tuple[str, Any] | None:
     """A kernel's Triton IR, or its Triton GPU IR if it is written in Gluon, and what it is compiled with; None if its
     key, by which Triton tells kernels apart, is among those seen."""
     jit = launch.kernel
-    compile_it = type(jit)._do_compile.__get__(jit)
+    compile_it = jit._do_compile
 
     def once(key: str, *rest: Any) -> Any:
         if (jit, key) in seen:
@@ -167,6 +167,8 @@ def first_stage(launch: Any, seen: set[Any]) -> tuple[str, Any] | None:
         launch.compile()
     except Stop as stopped:
         return stopped.args[0]
+    finally:
+        del jit._do_compile
     raise AssertionError("the first stage was not run")
 
 

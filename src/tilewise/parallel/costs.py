@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 VARIABLE = "TILEWISE_CLUSTER"
 DEFAULT_SOURCE = "what two H200s did; between nodes by guesses"
-
-
+"""Where the default cluster's numbers come from."""
 ADDED = 16
 """Bytes that each number of a part's o and dq costs: it is written in fp32, read, and added to a sum."""
 
@@ -93,7 +92,7 @@ def cost(plan: str, inner: int, x: Sizes, c: Cluster = Cluster()) -> Cost:  # no
     for peak, scale, size in ((c.forward, 1.0, keys), (c.backward, 2.5, keys + sums)):
         work = scale * flops * x.balance / _rate(peak, rows / (x.calls if plan == "halo" else 2))
         if plan == "ring":
-            parts = (1 + x.most * (R - 1)) / R  # of its rows, which see as much of a rank as it sees of them
+            parts = (1 + x.most * (R - 1)) / R  # the mean share of rows in a part, about that of the keys they see
             step = work / R + 2 * c.launch + ADDED * parts * rows * h * x.D / c.memory
             talk = part * size / speed + start
             seconds += step + (R - 1) * max(step + c.beside * part * size / c.link, talk)
